@@ -1,7 +1,9 @@
 """GPUs: copies from the host on a separate CUDA stream, and NCCL communicators over all ranks.
 
-NCCL and MPI calls must not overlap, because this may deadlock: every call here waits for its streams before it returns, or at the
-end of the block of `one_wait`, and every MPI call of this package blocks.
+While NCCL is in flight only the watchdog calls MPI, on memory of the host: a call of MPI on memory of a GPU, or a blocking one on
+any rank, may deadlock. So every call here waits for its streams before it returns, or at the end of the block of `one_wait`, and
+every MPI call of this package blocks. A wait polls: when ranks have left or are lost, when NCCL reports an error, or when time
+is over, it aborts the communicators, because kernels of NCCL would wait for ever.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import json
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar, final
@@ -22,8 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..base.devices import parse
-from ..base.errors import ClosedError, MissingDependencyError, explain
+from ..base.errors import ClosedError, MissingDependencyError, PeerExitError, explain
 from ..base.text import named
+from ..base.waiting import PeerWait, wait_until
 from .arrays import import_cupy, is_bfloat16, pinned_empty
 from .process_group import ProcessGroup
 
@@ -205,6 +208,7 @@ class DeviceCopy:
 
 _REMEDY = "pip install 'mpistrat[cuda12x]' or 'mpistrat[cuda13x]' on a machine with a GPU"
 _ID_BYTES = 128
+_LAST_PART = 1.0  # seconds in which a sum ends after the first rank that has finished its part
 
 # NumPy dtype → name of NCCL's constant. NCCL sums float16 and bfloat16 itself, with float32 inside its kernels.
 _DATATYPES = {
@@ -354,7 +358,7 @@ class NcclCommunicator:
         identity: Any = unique.tobytes()
         if int(self._cupy.__version__.split(".")[0]) < 14:  # it takes a tuple of signed numbers
             identity = tuple(unique.view(np.int8).tolist())
-        with group.quiet(), self._grouped():
+        with self._grouped():
             for index, device in enumerate(self.devices):
                 with self._cupy.cuda.Device(device):
                     number = topology.replica_offset + index
@@ -375,18 +379,52 @@ class NcclCommunicator:
 
         The block must not call MPI.
         """
-        with self._group.quiet():  # the watchdog must not call MPI meanwhile
-            self._waits = False
-            try:
-                yield
-            finally:
-                self._waits = True
-                self._wait()
+        self._waits = False
+        try:
+            yield
+        finally:
+            self._waits = True
+            self._wait()
 
     def _wait(self) -> None:
+        """Wait for the work on the current streams.
+
+        Raises:
+            PeerExitError: a rank has left the program.
+            mpi4py.MPI.Exception, RanksLostError: ranks were lost, in a program that survives it.
+            CollectiveTimeoutError: the wait exceeds the time limit of the collective.
+            cupy.cuda.nccl.NcclError: NCCL reports an error of a communicator.
+        """
+        cuda, marks = self._cupy.cuda, []
         for device in self.devices:
-            with self._cupy.cuda.Device(device):
-                self._cupy.cuda.get_current_stream().synchronize()
+            with cuda.Device(device):
+                marks.append(cuda.Event(disable_timing=True))
+                marks[-1].record(cuda.get_current_stream())
+        if self._group.topology.size > 1 and self._comms:
+            self._watch(lambda: all(mark.done for mark in marks))
+        for device in self.devices:
+            with cuda.Device(device):
+                cuda.get_current_stream().synchronize()
+
+    def _watch(self, done: Callable[[], bool]) -> None:
+        """Wait until NCCL has finished. After an error, abort the communicators and let the group refuse later collectives."""
+        group, current = self._group, self._group.monitor.current
+        call = None if current is None else current[1]
+        others = [rank for rank in range(group.topology.size) if rank != group.topology.rank]
+        wait = PeerWait(group, call.text if call else "a sum by NCCL", others, seconds=call.timeout if call else None)
+        try:
+            while not done():
+                for comm in self._comms:
+                    comm.check_async_error()
+                wait.pause()
+        except Exception as error:
+            if isinstance(error, PeerExitError) and wait_until(done, _LAST_PART):
+                return  # the rank had left after its part of the sum
+            comms, self._comms = self._comms, []
+            for comm in comms:
+                comm.abort()
+            group.refuse_after(error, "ended sums by NCCL, with some")
+            raise
 
     def all_reduce(self, arrays: Sequence[Any], sources: Sequence[Any] | None = None) -> None:
         """Sum contiguous CuPy arrays of one dtype and size over all replicas; one for each local GPU, in order.
@@ -395,7 +433,8 @@ class NcclCommunicator:
 
         Raises:
             TypeError: NCCL cannot sum the dtype.
-            ClosedError: after `close()`.
+            ClosedError: after `close()`, and after an error.
+            Exception: see `_wait`.
         """
         if not self._comms:
             raise ClosedError("NcclCommunicator.all_reduce: the communicator was closed")
@@ -405,16 +444,13 @@ class NcclCommunicator:
             raise TypeError(explain("NcclAllReduce", "value", expected="a dtype that NCCL sums", got=str(first.dtype)))
         datatype = getattr(self._nccl, name)
         count = first.size * (2 if first.dtype.kind == "c" else 1)
-        with self._group.quiet():
-            with self._grouped():
-                for device, comm, array, source in zip(
-                    self.devices, self._comms, arrays, sources or arrays, strict=True
-                ):
-                    with self._cupy.cuda.Device(device):
-                        stream = self._cupy.cuda.get_current_stream().ptr
-                        comm.allReduce(source.data.ptr, array.data.ptr, count, datatype, self._nccl.NCCL_SUM, stream)
-            if self._waits:
-                self._wait()
+        with self._grouped():
+            for device, comm, array, source in zip(self.devices, self._comms, arrays, sources or arrays, strict=True):
+                with self._cupy.cuda.Device(device):
+                    stream = self._cupy.cuda.get_current_stream().ptr
+                    comm.allReduce(source.data.ptr, array.data.ptr, count, datatype, self._nccl.NCCL_SUM, stream)
+        if self._waits:
+            self._wait()
 
     def close(self) -> None:
         """Destroy the communicators. Collective the first time; later calls do nothing."""

@@ -257,7 +257,7 @@ class ProcessGroup:
         return call() if self.lane is None else self.lane(function, call)
 
     def quiet(self) -> AbstractContextManager[Any]:
-        """Return a context in which the watchdog makes no MPI calls, while NCCL is in flight."""
+        """Return a context in which the watchdog makes no MPI calls, while this rank measures whether MPI needs any."""
         return Watchdog.instance.lock if Watchdog.instance is not None else contextlib.nullcontext()
 
     @functools.cached_property

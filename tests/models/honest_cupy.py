@@ -34,8 +34,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
@@ -153,15 +155,23 @@ class Stream:
             if M.policy == "early":
                 self.run(self.seq)
 
-    def run(self, upto: int) -> None:
-        """Do what was put on the stream, up to a piece of work, and what that waits for."""
+    def run(self, upto: int, waits: bool = True) -> bool:
+        """Do what was put on the stream, up to a piece of work, and what that waits for.
+
+        Work that returns False waits for other ranks. Return False if it still does, unless this call waits for it.
+        """
         with M.lock:
             while self.queue and self.queue[0].seq <= upto:
-                op = self.queue.popleft()
-                for other, seq in op.deps:
-                    other.run(seq)
-                op.act()
+                op = self.queue[0]
+                if not all(other.run(seq, waits) for other, seq in op.deps):
+                    return False
+                while op.act() is False:
+                    if not waits:
+                        return False
+                    time.sleep(1e-4)
+                self.queue.popleft()
                 self.done = op.seq
+        return True
 
     # CuPy's
 
@@ -203,7 +213,7 @@ class Stream:
 class Event:
     def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
         self.stream: Stream | None = None
-        self.seq, self.clock = 0, {}
+        self.seq, self.clock, self.asked = 0, {}, 0
         self.device_id = M.device
 
     def record(self, stream: Stream | None = None) -> None:
@@ -216,9 +226,9 @@ class Event:
     @property
     def done(self) -> bool:
         finished = self.stream is None or self.stream.done >= self.seq
-        if not finished and np.random.default_rng(self.seq).random() < 0.5:  # time passes
-            self.stream.run(self.seq)
-            finished = True
+        self.asked += 1
+        if not finished and np.random.default_rng([self.seq, self.asked]).random() < 0.5:  # time passes
+            finished = self.stream.run(self.seq, waits=False)
         if finished:
             _merge(M.clock, self.clock)
         return finished
@@ -919,6 +929,7 @@ class NcclCommunicator:
             raise TypeError(f"Argument 'commId' has incorrect type (expected {kind}, got {type(commId).__name__})")
         assert len(commId) == 128
         self.ndev, self.rank, self.device, self.alive, self.identity = ndev, rank, M.device, True, commId
+        self.aborted, self.error = False, None
         if _calls() is None:
             _complete_init([self])
         else:
@@ -954,34 +965,55 @@ class NcclCommunicator:
         NcclCommunicator.living[self.identity] -= self.alive
         self.alive = False
 
+    def check_async_error(self) -> None:
+        """Raise the error that a test has given to the communicator, as NCCL's does after an error of the network."""
+        if not self.alive:
+            raise NcclError(4, "NCCL_ERROR_INVALID_ARGUMENT: invalid argument")
+        if self.error is not None:
+            raise self.error
+
     def abort(self) -> None:
+        """End the kernels in flight, whose results are not written."""
+        self.aborted = True
         self.destroy()
 
 
 def _complete_all_reduce(calls: list[Any]) -> None:
-    done: list[bool] = []
     before = [(stream, stream.seq) for *_, stream in calls]
+    steps = _reduce(calls)
+    over = [False]
 
-    def act() -> None:
-        if done:
-            return
-        done.append(True)
-        sends = [arrays[0].host for _, arrays, _, _ in calls]
-        form = (sends[0].size, sends[0].dtype.str, calls[0][2])
-        forms = _comm().allgather(form)
-        if len(set(forms)) > 1:
-            raise Hang(f"NCCL: ranks reduce other things: {forms}")
-        total = sends[0].copy()
-        for more in sends[1:]:
-            total += more
-        from mpi4py import MPI
-
-        _comm().Allreduce(MPI.IN_PLACE, total)
-        for _, arrays, _, _ in calls:
-            arrays[1].host[...] = total
+    def act() -> bool:
+        """Return False while other ranks have not come, unless the communicator was aborted."""
+        over[0] = over[0] or any(comm.aborted for comm, *_ in calls) or next(steps)
+        return over[0]
 
     for _, arrays, _, stream in calls:
         stream.put(act, "nccl", reads=[arrays[0]], writes=[arrays[1]], after=[b for b in before if b[0] is not stream])
+
+
+def _reduce(calls: list[Any]) -> Iterator[bool]:
+    """Do a reduction over all ranks; yield False until it is done."""
+    from mpi4py import MPI
+
+    sends = [arrays[0].host for _, arrays, _, _ in calls]
+    own = f"{sends[0].size} {sends[0].dtype.str} {calls[0][2]}".ljust(64).encode()
+    forms = bytearray(64 * _comm().size)
+    yield from _until(_comm().Iallgather([own, MPI.BYTE], [forms, MPI.BYTE]))
+    if forms != own * _comm().size:
+        raise Hang(f"NCCL: ranks reduce other things: {forms.decode().split('  ')}")
+    total = sends[0].copy()
+    for more in sends[1:]:
+        total += more
+    yield from _until(_comm().Iallreduce(MPI.IN_PLACE, total))
+    for _, arrays, _, _ in calls:
+        arrays[1].host[...] = total
+    yield True
+
+
+def _until(request: Any) -> Iterator[bool]:
+    while not request.Test():
+        yield False
 
 
 # the module

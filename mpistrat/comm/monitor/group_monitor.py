@@ -478,7 +478,7 @@ class Watchdog:
         return max(groups, key=lambda group: group.monitor.size).monitor.answer().text
 
     def _judge_alone(self) -> None:
-        """Enforce the timeouts while MPI must not be called (NCCL is in flight) and other ranks cannot be queried."""
+        """Enforce the timeouts while MPI must not be called and other ranks cannot be queried."""
         for group in list(self._groups):
             monitor, current = group.monitor, group.monitor.current
             if current is not None and monotonic() - current[0] > current[1].timeout + GRACE:

@@ -1,0 +1,104 @@
+"""Sums by NCCL that another rank never joins: the call ends with an error that names it, on the stand-in for CuPy.
+
+Kernels of NCCL wait for ever then, and only an abort of the communicator ends them.
+"""
+
+import re
+
+import pytest
+
+PROGRAM = """
+import os, sys, time
+from tests.models import honest_cupy
+cupy = honest_cupy.install()
+import numpy as np
+import mpistrat as ms
+from mpi4py import MPI
+
+rank = MPI.COMM_WORLD.rank
+strategy = ms.MultiWorkerMirroredStrategy(devices=[f"gpu:{rank}"], cross_device_ops="NCCL")
+limit = ms.CommunicationOptions(timeout_seconds=SECONDS)
+
+def total():
+    return strategy.reduce("SUM", cupy.asarray(np.ones(5, "f4")), axis=None, options=limit).get().tolist()
+
+def end(text):
+    begin = time.monotonic()
+    try:
+        total()
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        cupy.cuda.get_current_stream().synchronize()  # no kernel of NCCL is left
+    print(f"rank {rank} [{time.monotonic() - begin:.1f} s] {text}", flush=True)
+
+with cupy.cuda.Device(rank):
+    assert total() == [2.0] * 5
+WHAT
+"""
+RANK_1 = """
+    if rank == 1:
+        def act(*arguments):
+            WHAT
+        honest_cupy.NcclCommunicator.allReduce = act
+    end("no error")
+    if rank == 0:
+        end("no error")
+"""
+
+
+def run(mpi_run, what, seconds=2):
+    """Run two ranks with a GPU each, and a time limit of a sum."""
+    return mpi_run(PROGRAM.replace("SECONDS", f"{seconds}").replace("WHAT", what), 2, 40, env={"FAKE_GPUS": "2"})
+
+
+def ends_of(result, rank):
+    """What a rank printed of its calls: seconds and text."""
+    return [(float(s), text) for s, text in re.findall(rf"rank {rank} \[([\d.]+) s\] (.*)", result.out[rank])]
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_rank_leaves(mpi_run, status):
+    result = run(mpi_run, RANK_1.replace("WHAT", f"sys.exit({status})"))
+    (seconds, text), (_, later) = ends_of(result, 0)
+    assert text.startswith("PeerExitError: rank 1 left the program") and "reduce" in text and seconds < 2
+    assert later.startswith("ClosedError") and "no longer be used" in later and "PeerExitError" in later
+
+
+def test_a_rank_is_late(mpi_run):
+    """Also the rank that sleeps finds that the others have gone on."""
+    result = run(mpi_run, RANK_1.replace("WHAT", "time.sleep(6)"))
+    (seconds, text), (_, later) = ends_of(result, 0)
+    assert text.startswith("CollectiveTimeoutError") and 2 <= seconds < 5
+    assert "rank 0 waited 2 s" in text
+    assert later.startswith("ClosedError")
+
+
+def test_an_error_on_one_rank_that_continues(mpi_run):
+    """The other one is in a sum that never ends: the job ends soon, and says what happened where."""
+    what = "raise honest_cupy.NcclError(1, 'NCCL_ERROR_UNHANDLED_CUDA_ERROR: out of memory')"
+    wait = """    if rank == 1:
+        time.sleep(30)
+    if rank == 0:"""
+    text = RANK_1.replace("WHAT", what).replace("    if rank == 0:", wait)
+    result = run(mpi_run, text, seconds=60)
+    assert result.seconds < 15 and result.returncode
+    ((_, own),) = ends_of(result, 1)
+    assert own.startswith("NcclError: NCCL_ERROR_UNHANDLED_CUDA_ERROR")
+    assert "can never end: an error ended" in result.err[0] and "out of memory" in result.err[0]
+
+
+def test_an_error_that_nccl_reports(mpi_run):
+    """As after an error of the network: each rank that sees it aborts its communicator."""
+    what = """
+    def reduce(self, *arguments, plain=honest_cupy.NcclCommunicator.allReduce):
+        self.error = honest_cupy.NcclError(6, "NCCL_ERROR_REMOTE_ERROR: remote process exited")
+        if rank == 0:
+            plain(self, *arguments)
+    honest_cupy.NcclCommunicator.allReduce = reduce
+    end("no error")
+    end("no error")
+    """
+    result = run(mpi_run, what)
+    (seconds, text), (_, later) = ends_of(result, 0)
+    assert text.startswith("NcclError: NCCL_ERROR_REMOTE_ERROR") and seconds < 2
+    assert later.startswith("ClosedError") and "NCCL_ERROR_REMOTE_ERROR" in later
