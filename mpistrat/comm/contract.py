@@ -93,6 +93,10 @@ class Collective(Call):
             if error is not None:
                 self._refuse_where_lost(error)
 
+    def begin_again(self) -> None:
+        """Let the recorded call begin now: this rank's GPU had other work until now."""
+        RECORDER.begin_again(self._event)
+
     def _refuse_where_lost(self, error: BaseException) -> None:
         """Raise an error that reports lost ranks, now and in the next collectives, if a rank of the group has died.
 

@@ -28,6 +28,7 @@ from ..base.errors import ClosedError, MissingDependencyError, PeerExitError, ex
 from ..base.text import named
 from ..base.waiting import PeerWait, wait_until
 from .arrays import import_cupy, is_bfloat16, pinned_empty
+from .contract import Collective
 from .process_group import ProcessGroup
 
 __all__ = [
@@ -348,6 +349,7 @@ class NcclCommunicator:
         self.devices = tuple(devices)
         self._comms: list[Any] = []
         self._waits = True
+        self._own_work: Callable[[], bool] | None = None  # returns True when the work before the next sums is done
         topology = group.topology
         unique = np.zeros(_ID_BYTES, np.uint8)
         if topology.rank == 0:
@@ -395,25 +397,39 @@ class NcclCommunicator:
             CollectiveTimeoutError: the wait exceeds the time limit of the collective.
             cupy.cuda.nccl.NcclError: NCCL reports an error of a communicator.
         """
+        own, self._own_work = self._own_work, None
+        if self._group.topology.size > 1 and self._comms:
+            self._watch(own or (lambda: True), self._mark())
+        for device in self.devices:
+            with self._cupy.cuda.Device(device):
+                self._cupy.cuda.get_current_stream().synchronize()
+
+    def _mark(self) -> Callable[[], bool]:
+        """Return a function that returns True when the work on the current streams is done."""
         cuda, marks = self._cupy.cuda, []
         for device in self.devices:
             with cuda.Device(device):
                 marks.append(cuda.Event(disable_timing=True))
                 marks[-1].record(cuda.get_current_stream())
-        if self._group.topology.size > 1 and self._comms:
-            self._watch(lambda: all(mark.done for mark in marks))
-        for device in self.devices:
-            with cuda.Device(device):
-                cuda.get_current_stream().synchronize()
+        return lambda: all(mark.done for mark in marks)
 
-    def _watch(self, done: Callable[[], bool]) -> None:
-        """Wait until NCCL has finished. After an error, abort the communicators and let the group refuse later collectives."""
-        group, current = self._group, self._group.monitor.current
+    def _watch(self, own: Callable[[], bool], done: Callable[[], bool]) -> None:
+        """Wait until NCCL has finished. After an error, abort the communicators and let the group refuse later collectives.
+
+        Args:
+            own: returns True when this rank's work before the sums is done. Only then the recorded call begins.
+            done: returns True when all is done.
+        """
+        group, current, waits = self._group, self._group.monitor.current, False
         call = None if current is None else current[1]
         others = [rank for rank in range(group.topology.size) if rank != group.topology.rank]
         wait = PeerWait(group, call.text if call else "a sum by NCCL", others, seconds=call.timeout if call else None)
         try:
             while not done():
+                if not waits and own():
+                    waits = True
+                    if isinstance(call, Collective):
+                        call.begin_again()
                 for comm in self._comms:
                     comm.check_async_error()
                 wait.pause()
@@ -444,6 +460,8 @@ class NcclCommunicator:
             raise TypeError(explain("NcclAllReduce", "value", expected="a dtype that NCCL sums", got=str(first.dtype)))
         datatype = getattr(self._nccl, name)
         count = first.size * (2 if first.dtype.kind == "c" else 1)
+        if self._own_work is None and self._group.topology.size > 1:
+            self._own_work = self._mark()
         with self._grouped():
             for device, comm, array, source in zip(self.devices, self._comms, arrays, sources or arrays, strict=True):
                 with self._cupy.cuda.Device(device):

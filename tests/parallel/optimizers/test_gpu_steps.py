@@ -80,7 +80,7 @@ def test_adamw_takes_one_kernel_for_all_and_one_sum_for_each_block(cupy, name):
     assert counts.pop("kernel") == pieces <= 20
     assert counts.pop("nccl", 0) == sums
     assert counts.pop("wait", 0) <= min(1, sums)
-    assert counts.pop("record", 0) <= min(1, sums)  # the event that tells when the sums are complete
+    assert counts.pop("record", 0) <= 2 * min(1, sums)  # events before and behind the sums
     assert counts.pop("alloc", 0) == counts.pop("free", 0) == sums  # of a pool, as long as a block's update takes
     assert counts == {}
     assert nbytes["kernel"] < 4.05
