@@ -9,6 +9,7 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from benchmarks.gpu.gpt2_shapes import GPT2
+from mpistrat.arena import arena
 from mpistrat.cross_device import nccl
 from tests.harness.gpu_stand_in import stand_in
 from tests.models import honest_cupy
@@ -220,3 +221,20 @@ def test_replicas_with_a_gpu_each_on_one_rank(cupy):
     assert not honest_cupy.report()[0]
     for mine, of_cpu in zip(found, expected, strict=True):
         np.testing.assert_array_max_ulp(mine, of_cpu, 2)  # a norm's parts are added in other blocks
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_variables_take_little_more_memory_than_they_have(cupy, frozen, monkeypatch):
+    """Memory of a GPU is taken where it is not used, too: at most a quarter, or a first slab."""
+    first = 1 << 20
+    monkeypatch.setattr(arena, "FIRST_SLAB", first)
+    with ms.MultiWorkerMirroredStrategy(devices=[f"gpu:{MPI.COMM_WORLD.rank}"]) as strategy, strategy.scope():
+        before = sum(memory.nbytes for memory in honest_cupy.M.memories.values())
+        variables = []
+        for _ in range(16 * 20):
+            variables.append(ms.Variable(np.zeros(first // 64, np.float32), trainable=not frozen))
+            taken = sum(memory.nbytes for memory in honest_cupy.M.memories.values()) - before
+            needed = sum(4 * variable.size for variable in variables)
+            copies = 1 if frozen else 2  # gradients
+            assert needed * copies <= taken <= (needed + max(first, needed / 4) + arena.PAGE) * copies
+        assert len(strategy.extended.placement.arenas.arenas) < 20
