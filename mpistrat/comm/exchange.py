@@ -231,9 +231,15 @@ def gather_into(group: ProcessGroup, call: Call, own: np.ndarray, rooms: Sequenc
 
     comm, rank, size = group.topology.comm, group.topology.rank, group.topology.size
     if staged(group, own.size):
-        none = np.empty(0, np.uint8)
-        to = [own if other == root else none for other in range(size)]
-        exchange(group, call, to, rooms if rank == root else [none] * size, own.size)
+
+        def write(buffer: np.ndarray, low: int, high: int) -> None:
+            buffer[: high - low] = own[low:high]
+
+        def read(buffer: np.ndarray, other: int, low: int, high: int) -> None:
+            if rank == root:
+                rooms[other][low:high] = buffer[: high - low]
+
+        _stage(group, call, own.size, STAGING_BYTES, write, read)
         return
     step = min(_PIECE, _LARGE // size)
     for low in range(0, own.size, step):
@@ -260,9 +266,17 @@ def scatter_into(group: ProcessGroup, call: Call, parts: Sequence[np.ndarray], o
 
     comm, rank, size = group.topology.comm, group.topology.rank, group.topology.size
     if staged(group, own.size):
-        none = np.empty(0, np.uint8)
-        come = [own if other == root else none for other in range(size)]
-        exchange(group, call, parts if rank == root else [none] * size, come, own.size)
+        room = STAGING_BYTES // size // _LINE * _LINE
+
+        def write(buffer: np.ndarray, low: int, high: int) -> None:
+            for other, part in enumerate(parts if rank == root else ()):
+                buffer[other * room :][: high - low] = part[low:high]
+
+        def read(buffer: np.ndarray, other: int, low: int, high: int) -> None:
+            if other == root:
+                own[low:high] = buffer[rank * room :][: high - low]
+
+        _stage(group, call, own.size, room, write, read)
         return
     step = min(_PIECE, _LARGE // size)
     for low in range(0, own.size, step):
