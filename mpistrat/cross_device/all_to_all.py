@@ -299,20 +299,21 @@ class SmallAllToAll:
         Raises:
             ValueError: on every rank, for lengths that do not fit an array on one.
         """
-        key, failure = None, None
-        if splits is not None:
-            splits = np.asarray(splits.values[0] if isinstance(splits, PerReplica) else splits)
-            key = splits.tobytes(), splits.dtype, splits.shape
-        sent = self._sent.get(key)
-        if sent is None:
-            try:
+        key: Hashable = None
+        sent, failure = None, None
+        try:
+            if splits is not None:
+                splits = np.asarray(splits.values[0] if isinstance(splits, PerReplica) else splits)
+                key = splits.tobytes(), splits.dtype, splits.shape
+            sent = self._sent.get(key)
+            if sent is None:
                 lengths = _lengths(self._group.topology, self._function, [[array]], splits, [self._axis])
                 sent = lengths.reshape(-1).tolist()
                 if len(self._sent) >= _KEPT:
                     self._sent.clear()
                 self._sent[key] = sent
-            except ValueError as error:
-                failure = error  # the lengths, if ranks send any, report it to the others
+        except Exception as error:
+            failure = error  # the lengths, if ranks send any, report it to the others
         found = self._way.move(call, array, sent)
         if failure is not None and self._equal:  # on every rank
             raise failure
