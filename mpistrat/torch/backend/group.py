@@ -181,6 +181,21 @@ class MpiProcessGroup(dist.ProcessGroup):
         own = weakref.ref(self)  # the ranks do not own the group
         ranks.lane = lambda function, call: _owner(own, function)._in_order(function, call)
 
+    # torch asks a group for its backends, and these for optional functions
+
+    supports_coalescing = supports_reconfigure = supports_shrinking = supports_splitting = False
+    supports_time_estimate = supports_window = False
+
+    def supports_tensor_alloc(self, device: Any) -> bool:
+        """Return False: the group allocates no memory for tensors."""
+        return False
+
+    def _get_backend(self, device: Any) -> Any:
+        """Return PyTorch's group of NCCL for the tensors that it moves, else this group."""
+        if device.type in [known.type for known in self._device_types] and self._inner_of(device) is None:
+            return self
+        return super()._get_backend(device)
+
     # names and settings: C++ stores them in its own backends, of which this group has none
 
     def getBackendName(self) -> str:
@@ -328,12 +343,13 @@ class MpiProcessGroup(dist.ProcessGroup):
             try:
                 for event in events:
                     event.synchronize()
-                with torch.no_grad(), np.errstate(all="ignore"), _profiled(function):  # NaN is a result, as in torch
+                with torch.no_grad(), np.errstate(all="ignore"):  # NaN is a result, as in torch
                     operation(seconds)
             except Exception as error:
                 raise torch_error(error, line or _line_of_call() or user_line(self._ranks.monitor.thread)) from None
 
-        return self._lane.run(work, run, waits)
+        with _profiled(function):
+            return self._lane.run(work, run, waits)
 
     def run_now(self, function: str, operation: Callable[[float], None]) -> None:
         """Run an operation, a function of its time limit, after those called before, and wait for it."""
@@ -405,7 +421,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             return functools.reduce(_BITWISE[name], rooms)
         wide = flat.to(_WIDER.get(flat.dtype, flat.dtype))
         if name == "PREMUL_SUM":
-            wide = wide * op.factor
+            wide = wide * op.__getstate__()[1]  # the factor, which older versions have no other name for
         array = array_of(wide)
         self._reduce_array(_leaves(function, array, flat.dtype, name, detail), _REDUCTIONS[name], array, seconds)
         return self._averaged(wide) if name == "AVG" else wide
@@ -959,7 +975,7 @@ def _line_of_call() -> str:
 
 @contextlib.contextmanager
 def _profiled(function: str) -> Iterator[None]:
-    """Show an operation in torch's profiler, if it runs."""
+    """Show an operation in torch's profiler, if it runs. It sees the calling thread."""
     if not torch.autograd._profiler_enabled():
         yield
         return
