@@ -181,10 +181,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         own = weakref.ref(self)  # the ranks do not own the group
         ranks.lane = lambda function, call: _owner(own, function)._in_order(function, call)
 
-    # torch asks a group for its backends, and these for optional functions
-
-    supports_coalescing = supports_reconfigure = supports_shrinking = supports_splitting = False
-    supports_time_estimate = supports_window = False
+    # torch asks a group for its backends, and these for optional functions: see also the end of the class
 
     def supports_tensor_alloc(self, device: Any) -> bool:
         """Return False: the group allocates no memory for tensors."""
@@ -877,6 +874,11 @@ class MpiProcessGroup(dist.ProcessGroup):
         if len(tensors) != self._size:
             expected = f"a list of {self._size} tensors, one for each rank"
             raise ValueError(explain(function, argument, expected=expected, got=f"{len(tensors)}", rank=self._rank))
+
+
+for _name in dir(c10d.Backend):  # they differ by the version of PyTorch
+    if _name.startswith("supports_") and not hasattr(MpiProcessGroup, _name):
+        setattr(MpiProcessGroup, _name, False)
 
 
 def _owner(reference: weakref.ref[MpiProcessGroup], function: str) -> MpiProcessGroup:
