@@ -164,6 +164,12 @@ def _shutdown_backend(theirs: Callable[..., Any], pg: Any) -> Any:
     return theirs(pg) if own is None else own.shutdown()
 
 
+def _maybe_attach_flight_recorder(theirs: Callable[..., Any], pg: Any, *args: Any) -> None:
+    """Record a group by PyTorch's flight recorder, which cannot record groups of Python, from PyTorch 2.15 on."""
+    if _own_group(pg) is None:
+        theirs(pg, *args)
+
+
 def _own_group(group: Any) -> Any:
     """Return a group, by default the default group, if it is one of this package; else None."""
     module: Any = sys.modules.get(f"{__package__}.group")
