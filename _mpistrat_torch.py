@@ -11,6 +11,7 @@ import functools
 import importlib
 import multiprocessing
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,7 +32,9 @@ LAUNCHERS = (
     "SLURM_STEP_NUM_TASKS",
 )
 _ENVIRONMENT = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
-_BY_NAME = "monitored_barrier", "split_group"  # functions of torch that look at the name of the backend
+# Functions of torch for some backends; no version has all.
+_BY_NAME = "monitored_barrier", "split_group", "_shutdown_backend", "_maybe_attach_flight_recorder"
+_MAKER = "_new_process_group_helper"  # torch's function that makes every group
 _set: dict[str, str] = {}  # the variables that a rendezvous has set
 _chosen = ""
 
@@ -77,13 +80,14 @@ def register() -> None:
     names = ["mpistrat"]
     if TORCHRUN in os.environ:
         _chosen = "off (torchrun started this process)"
-        if getattr(c10d, "_MPI_AVAILABLE", True) is False and _has(c10d, "Store"):
-            c10d.Store = _imported("refuse_torchrun")  # torch calls it for "mpi" alone
+        if getattr(c10d, "_MPI_AVAILABLE", True) is False and _has(c10d, _MAKER):
+            setattr(c10d, _MAKER, _of_mpi(getattr(c10d, _MAKER)))
         return
     for name in _BY_NAME:
         if hasattr(c10d, name):
             setattr(c10d, name, _of_own_groups(getattr(c10d, name)))
-            setattr(dist, name, getattr(c10d, name))
+            if hasattr(dist, name):
+                setattr(dist, name, getattr(c10d, name))
     module: Any = importlib.import_module("torch.distributed.rendezvous")
     if _has(module, "_rendezvous_handlers") and "env" in module._rendezvous_handlers:
         module._rendezvous_handlers["env"] = _rendezvous(module._rendezvous_handlers["env"])
@@ -91,11 +95,10 @@ def register() -> None:
     if (
         _has(c10d, "_MPI_AVAILABLE")
         and (not c10d._MPI_AVAILABLE or os.environ.get(SWITCH) == "mpi")
-        and _has(c10d, "Store")
+        and _has(c10d, _MAKER)
     ):
         c10d._MPI_AVAILABLE, c10d.ProcessGroupMPI = True, _GroupMaker
-        # torch gives the default group of "mpi" an empty Store, with which no group of another backend can follow.
-        c10d.Store = _imported("store")
+        setattr(c10d, _MAKER, _of_mpi(getattr(c10d, _MAKER)))
         names.insert(1, "mpi")
     _chosen = f"on ({', '.join(names)})"
 
@@ -135,6 +138,18 @@ def _of_own_groups(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         there = "mpistrat.torch.backend.group" in sys.modules
         return ours(theirs, *args, **kwargs) if there else theirs(*args, **kwargs)
+
+    return call
+
+
+def _of_mpi(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's function that makes groups; it asks one of `mpistrat.torch.backend.register` for those of "mpi"."""
+    ours = _imported("make_mpi")
+
+    @functools.wraps(theirs)
+    def call(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
+        maker = functools.partial(ours, theirs) if "mpi" in re.split("[:,]", str(backend)) else theirs
+        return maker(size, rank, ranks, backend, *args, **kwargs)
 
     return call
 

@@ -28,6 +28,7 @@ from .sync_batch_norm import SyncBatchNorm
 __all__ = ["ModulePasses", "plain_copy", "with_passes"]
 
 _OWN = frozenset(dir(torch.nn.Module))
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # None in PyTorch 2.5
 _passes: weakref.WeakKeyDictionary[torch.nn.Module, ModulePasses] = (
     weakref.WeakKeyDictionary()
 )  # by a layer of a module
@@ -205,7 +206,7 @@ class ModulePasses:
     def _weight(self, module: torch.nn.Module, inputs: Any, method: bool) -> Any:
         """Return the weight of a pass, an error for its backward pass, or None."""
         if torch._C._current_graph_task_id() != -1:  # a checkpoint recomputes its pass
-            if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # for the saved tensors only
+            if _top_hooks is not None and _top_hooks(True) is not None:  # for the saved tensors only
                 return None
             if len(self._recent) == 1:
                 return next(iter(self._recent))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import datetime
 
+import pytest
 import torch.distributed as dist
+from torch.distributed import fsdp
 
 from tests.harness.process_groups import set_layout
 
@@ -56,3 +58,15 @@ def group_in(layout, monkeypatch):
         set_layout(layout, monkeypatch)
     with default_group() as group:
         yield group
+
+
+def need_fully_shard():
+    """Skip the test where PyTorch has no public FSDP2. It needs a GPU there."""
+    if not hasattr(fsdp, "fully_shard"):
+        pytest.skip("FSDP2 runs on CPUs since PyTorch 2.6")
+
+
+def fully_shard(module, **more):
+    """Shard a module by FSDP2, or skip the test."""
+    need_fully_shard()
+    return fsdp.fully_shard(module, **more)

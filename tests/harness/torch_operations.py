@@ -3,6 +3,10 @@
 import torch
 import torch.distributed as dist
 
+#: By their names since 2.13, or those of all versions.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 def _parts(ranks, size, dtype):
     return [torch.ones(size, dtype=dtype) for _ in range(ranks)]
@@ -21,18 +25,18 @@ CALLS = {
     "all_reduce": lambda t, n, s, d, root, **more: dist.all_reduce(t, **more),
     "all_reduce async": lambda t, n, s, d, root, **more: dist.all_reduce(t, async_op=True, **more).wait(),
     "all_reduce sparse": lambda t, n, s, d, root, **more: dist.all_reduce(_sparse(s, d), **more),
-    "broadcast": lambda t, n, s, d, root, **more: dist.broadcast(t, group_src=root, **more),
-    "reduce": lambda t, n, s, d, root, **more: dist.reduce(t, group_dst=root, **more),
+    "broadcast": lambda t, n, s, d, root, **more: dist.broadcast(t, src=root, **more),
+    "reduce": lambda t, n, s, d, root, **more: dist.reduce(t, dst=root, **more),
     "all_gather": lambda t, n, s, d, root, **more: dist.all_gather(_parts(n, s, d), t, **more),
-    "all_gather_into_tensor": lambda t, n, s, d, root, **more: dist.all_gather_single(_whole(n, s, d), t, **more),
+    "all_gather_into_tensor": lambda t, n, s, d, root, **more: all_gather_single(_whole(n, s, d), t, **more),
     "gather": lambda t, n, s, d, root, **more: dist.gather(
-        t, _parts(n, s, d) if dist.get_rank() == root else None, group_dst=root, **more
+        t, _parts(n, s, d) if dist.get_rank() == root else None, dst=root, **more
     ),
     "scatter": lambda t, n, s, d, root, **more: dist.scatter(
-        t, _parts(n, s, d) if dist.get_rank() == root else None, group_src=root, **more
+        t, _parts(n, s, d) if dist.get_rank() == root else None, src=root, **more
     ),
     "reduce_scatter": lambda t, n, s, d, root, **more: dist.reduce_scatter(t, _parts(n, s, d), **more),
-    "reduce_scatter_tensor": lambda t, n, s, d, root, **more: dist.reduce_scatter_single(t, _whole(n, s, d), **more),
+    "reduce_scatter_tensor": lambda t, n, s, d, root, **more: reduce_scatter_single(t, _whole(n, s, d), **more),
     "all_to_all": lambda t, n, s, d, root, **more: dist.all_to_all(_parts(n, s, d), _parts(n, s, d), **more),
     "all_to_all_single": lambda t, n, s, d, root, **more: dist.all_to_all_single(
         _whole(n, s, d), _whole(n, s, d), **more

@@ -182,6 +182,18 @@ class MpiProcessGroup(dist.ProcessGroup):
         own = weakref.ref(self)  # the ranks do not own the group
         ranks.lane = lambda function, call: _owner(own, function)._in_order(function, call)
 
+    # torch asks a group for its backends, and these for optional functions: see also the end of the class
+
+    def supports_tensor_alloc(self, device: Any) -> bool:
+        """Return False: the group allocates no memory for tensors."""
+        return False
+
+    def _get_backend(self, device: Any) -> Any:
+        """Return PyTorch's group of NCCL for the tensors that it moves, else this group."""
+        if device.type in [known.type for known in self._device_types] and self._inner_of(device) is None:
+            return self
+        return super()._get_backend(device)
+
     # names and settings: C++ stores them in its own backends, of which this group has none
 
     def getBackendName(self) -> str:
@@ -329,12 +341,13 @@ class MpiProcessGroup(dist.ProcessGroup):
             try:
                 for event in events:
                     event.synchronize()
-                with torch.no_grad(), np.errstate(all="ignore"), _profiled(function):  # NaN is a result, as in torch
+                with torch.no_grad(), np.errstate(all="ignore"):  # NaN is a result, as in torch
                     operation(seconds)
             except Exception as error:
                 raise torch_error(error, line or _line_of_call() or user_line(self._ranks.monitor.thread)) from None
 
-        return self._lane.run(work, run, waits)
+        with _profiled(function):
+            return self._lane.run(work, run, waits)
 
     def run_now(self, function: str, operation: Callable[[float], None]) -> None:
         """Run an operation, a function of its time limit, after those called before, and wait for it."""
@@ -406,7 +419,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             return functools.reduce(_BITWISE[name], rooms.unbind())
         wide = flat.to(_WIDER.get(flat.dtype, flat.dtype))
         if name == "PREMUL_SUM":
-            wide = wide * op.factor
+            wide = wide * op.__getstate__()[1]  # the factor, which older versions have no other name for
         array = array_of(wide)
         self._reduce_array(_leaves(function, array, flat.dtype, name, detail), _REDUCTIONS[name], array, seconds)
         return self._averaged(wide) if name == "AVG" else wide
@@ -873,6 +886,11 @@ class MpiProcessGroup(dist.ProcessGroup):
             raise ValueError(explain(function, argument, expected=expected, got=f"{len(tensors)}", rank=self._rank))
 
 
+for _name in dir(c10d.Backend):  # they differ by the version of PyTorch
+    if _name.startswith("supports_") and not hasattr(MpiProcessGroup, _name):
+        setattr(MpiProcessGroup, _name, False)
+
+
 def _owner(reference: weakref.ref[MpiProcessGroup], function: str) -> MpiProcessGroup:
     """Return the group of a reference.
 
@@ -970,7 +988,7 @@ def _line_of_call() -> str:
 
 @contextlib.contextmanager
 def _profiled(function: str) -> Iterator[None]:
-    """Show an operation in torch's profiler, if it runs."""
+    """Show an operation in torch's profiler, if it runs. It sees the calling thread."""
     if not torch.autograd._profiler_enabled():
         yield
         return

@@ -1,13 +1,11 @@
-"""Functions that torch.distributed calls; the entry point `_mpistrat_torch` registers them.
-
-PyTorch creates groups of "mpi" without timeout, name and store. `create_mpi` reads them from its calling function.
-"""
+"""Functions that torch.distributed calls; the entry point `_mpistrat_torch` registers them."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -24,7 +22,9 @@ from .arrival import arrive
 from .rendezvous import meet, world
 from .steps import note_steps
 
-__all__ = ["create", "create_mpi", "monitored_barrier", "refuse_torchrun", "rendezvous", "split_group", "store"]
+__all__ = ["create", "create_mpi", "make_mpi", "monitored_barrier", "refuse_torchrun", "rendezvous", "split_group"]
+
+_asked = threading.local()  # store, name and timeout of the group of "mpi" that this thread makes
 
 
 def create(opts: Any, options: Any) -> Any:
@@ -48,6 +48,37 @@ def create(opts: Any, options: Any) -> Any:
     return group.create(opts, options)
 
 
+def make_mpi(
+    theirs: Callable[..., Any],
+    size: int,
+    rank: int,
+    ranks: Any,
+    backend: Any,
+    store: Any,
+    name: str,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Make a group with a backend of "mpi", by PyTorch's function that makes every group. Collective over its members.
+
+    PyTorch makes the backend without store, name and timeout, and its default group without a store, with which no group of
+    another backend can follow.
+
+    Args:
+        theirs: PyTorch's function; the others are its arguments.
+
+    Raises:
+        ClusterError: torchrun started this process.
+    """
+    refuse_torchrun()
+    timeout = kwargs.get("timeout")
+    timeout = timeout if isinstance(timeout, timedelta) else default_pg_timeout
+    if backend == "mpi" and not ranks:
+        store = _store(timeout)
+    _asked.store, _asked.name, _asked.timeout = store, name, timeout
+    return theirs(size, rank, ranks, backend, store, name, *args, **kwargs)
+
+
 def create_mpi(ranks: Sequence[int]) -> Any:
     """Create a group of "mpi", instead of `ProcessGroupMPI.create`. Collective over the members of the group.
 
@@ -58,32 +89,28 @@ def create_mpi(ranks: Sequence[int]) -> Any:
         CollectiveTimeoutError: a rank did not arrive in time.
     """
     group: Any = importlib.import_module(".group", __package__)
-    caller = sys._getframe(2).f_locals  # PyTorch's _new_process_group_helper
-    timeout, name, kept = (caller.get(word) for word in ("timeout", "group_name", "backend_prefix_store"))
-    found = kept if kept is not None else dist.HashStore()
-    timeout = timeout if isinstance(timeout, timedelta) else default_pg_timeout
+    name, timeout = str(_asked.name), _asked.timeout
+    store = dist.PrefixStore(f"mpi {name}", _asked.store)
     whole = world("init_process_group")
     note_steps()
     members = list(ranks) or list(range(whole.size))
-    if kept is not None and len(members) > 1:
-        arrive(kept, str(name), members, members.index(whole.rank), whole.rank, timeout)
+    if len(members) > 1:
+        arrive(store, name, members, members.index(whole.rank), whole.rank, timeout)
     if not ranks:
-        return group.over(whole, found, timeout, str(name))
-    comm = communicator_of(whole, ranks, str(name))
+        return group.over(whole, store, timeout, name)
+    comm = communicator_of(whole, ranks, name)
     try:
-        return group.over(comm, found, timeout, str(name))
+        return group.over(comm, store, timeout, name)
     finally:
         comm.Free()
 
 
-def store() -> Any:
+def _store(timeout: timedelta) -> Any:
     """Return a store of all ranks, for the default group of "mpi". Collective over the world."""
     # PyTorch's description of a group, and dist.get_backend_config, read the devices of its backend here.
     dist.Backend.backend_capability["mpi"] = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     module = sys.modules["torch.distributed.rendezvous"]
-    timeout = sys._getframe(2).f_locals.get("timeout")  # of PyTorch's init_process_group
-    given = {"timeout": timeout} if isinstance(timeout, timedelta) else {}
-    found, _, _ = next(module.rendezvous("env://", **given))
+    found, _, _ = next(module.rendezvous("env://", timeout=timeout))
     return found
 
 
@@ -129,6 +156,18 @@ def split_group(theirs: Callable[..., Any], parent_pg: Any = None, *args: Any, *
     )
     expected, got = "a group of NCCL", f"one of {dist.get_backend(own)!r}"
     raise RuntimeError(explain("dist.split_group", "parent_pg", expected=expected, got=got, remedy=remedy))
+
+
+def _shutdown_backend(theirs: Callable[..., Any], pg: Any) -> Any:
+    """Shut down a group, for `dist.destroy_process_group` of older versions of PyTorch, which do so with NCCL's only."""
+    own = _own_group(pg)
+    return theirs(pg) if own is None else own.shutdown()
+
+
+def _maybe_attach_flight_recorder(theirs: Callable[..., Any], pg: Any, *args: Any) -> None:
+    """Record a group by PyTorch's flight recorder, which cannot record groups of Python, from PyTorch 2.15 on."""
+    if _own_group(pg) is None:
+        theirs(pg, *args)
 
 
 def _own_group(group: Any) -> Any:

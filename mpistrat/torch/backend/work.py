@@ -16,6 +16,10 @@ __all__ = ["OperationWork", "WorkOfSeveral", "seconds_of", "torch_error"]
 
 _classes: dict[type[MpistratError], type[Exception]] = {}
 
+# C++ of older versions drops the Python part of a Work that a group returns, and then waits for its own, which has no end.
+_DROPPED = not hasattr(dist.ProcessGroup, "shutdown")
+_kept: set[dist.Work] = set()  # there: until the program waits for them, or takes their future
+
 
 def seconds_of(timeout: timedelta | float | None) -> float | None:
     """Return torch's timeout in seconds; None for none, and for torch's negative "unset"."""
@@ -49,6 +53,11 @@ def _torch_class(plain: type[MpistratError]) -> type[Exception]:
     return _classes[plain]
 
 
+def _keep(work: dist.Work) -> None:
+    if _DROPPED:
+        _kept.add(work)
+
+
 class OperationWork(dist.Work):
     """The state of one operation. The thread that runs it calls `finish`.
 
@@ -65,6 +74,7 @@ class OperationWork(dist.Work):
         self._event, self._lock = threading.Event(), threading.Lock()
         self._ended: Future[None] | None = None
         self._future: Future[Any] | None = None
+        _keep(self)
 
     @final
     def finish(self, error: Exception | None = None) -> None:
@@ -91,6 +101,7 @@ class OperationWork(dist.Work):
         if not self._event.wait(seconds_of(timeout)):
             text = f"{self.what}: Timed out waiting {timeout} for the operation, which continues"
             raise torch_error(CollectiveTimeoutError(text), "")
+        _kept.discard(self)
         if self._error is not None:
             raise self._error
         return True
@@ -127,6 +138,7 @@ class OperationWork(dist.Work):
         A callback raises the error: `Future.set_exception` would give C++ the exception instead of tensors. In the backward
         pass of DistributedDataParallel that ends the process by SIGSEGV.
         """
+        _kept.discard(self)
         with self._lock:
             if self._future is None:
                 self._ended = Future()
@@ -143,9 +155,11 @@ class WorkOfSeveral(dist.Work):
     def __init__(self, works: Sequence[Any]) -> None:
         super().__init__()
         self._works = tuple(works)
+        _keep(self)
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Wait until all operations have ended, each at most `timeout`, and raise the first error."""
+        _kept.discard(self)
         limit = () if seconds_of(timeout) is None else (timeout,)
         for work in self._works:
             work.wait(*limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -245,6 +246,16 @@ WHOLE: dict[str, Callable[..., torch.optim.Optimizer]] = {  # rules that look at
     "sparse_adam": lambda p: torch.optim.SparseAdam(p, lr=0.02),
 }
 ALL_OPTIMIZERS = OPTIMIZERS | FLAGS | WHOLE
+
+
+def known(*names: str) -> tuple[str, ...]:
+    """Return those of some optimizers that this version of PyTorch has."""
+    missing = set() if hasattr(torch.optim, "Muon") else {"muon"}
+    if "decoupled_weight_decay" not in inspect.signature(torch.optim.Adam).parameters:
+        missing.add("adam_decoupled")
+    return tuple(name for name in names if name not in missing)
+
+
 BETAS = ("adam", "adamw", "nadam", "radam", "adamax")
 
 

@@ -32,13 +32,13 @@ class Groups(Program):
 
 class Flags(Program):
     served = True
-    optimizers = tuple(zoo.FLAGS)
+    optimizers = zoo.known(*zoo.FLAGS)
 
 
 class WholeTensors(Program):
     """Rules that look at whole tensors."""
 
-    optimizers = ("adafactor", "muon", "rprop", "asgd")
+    optimizers = zoo.known("adafactor", "muon", "rprop", "asgd")
     models = ("matrices",)
     kinds = ("equal", "unequal", "last", "empty")
     tolerance = 1e-6
@@ -335,7 +335,7 @@ class OtherRanks(Program):
 class WholeGroups(WholeTensors):
     """Rules that look at whole tensors, with groups of other settings."""
 
-    optimizers = ("adafactor", "muon")
+    optimizers = zoo.known("adafactor", "muon")
 
     def make_optimizer(self, net: torch.nn.Module) -> torch.optim.Optimizer:
         parameters = list(net.parameters())

@@ -12,9 +12,11 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-frameworks")
 
 import torch.distributed as dist  # noqa: E402
+from torch._C import _distributed_c10d as c10d  # noqa: E402
 
 from tests.harness.process_groups import set_layout  # noqa: E402
 from tests.harness.torch_groups import NAME, default_group, group_in  # noqa: E402
+from tests.harness.torch_operations import all_gather_single, reduce_scatter_single  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -118,7 +120,7 @@ def test_sums_that_are_not_finite_are_results(group, dtype, count):
         dist.all_reduce(largest)
         dist.all_reduce(ends, async_op=True).wait()
         output = torch.empty(1, dtype=dtype)
-        dist.reduce_scatter_single(output, largest.new_full((ranks,), torch.finfo(dtype).max))
+        reduce_scatter_single(output, largest.new_full((ranks,), torch.finfo(dtype).max))
     assert (largest == math.inf).all()
     assert ends.isnan().all()
     assert output == math.inf
@@ -139,7 +141,7 @@ def test_moves_of_all_dtypes(group):
         dist.all_gather(rooms, each(rank))
         assert all(equal(room, each(other)) for other, room in enumerate(rooms)), dtype
         whole = torch.empty(2 * ranks, 3, dtype=dtype)
-        dist.all_gather_single(whole, each(rank))
+        all_gather_single(whole, each(rank))
         assert equal(whole, torch.cat([each(other).view(torch.uint8) for other in range(ranks)]).view(dtype)), dtype
         rooms = [each(9) for _ in range(ranks)]
         dist.all_to_all(rooms, [each(10 * rank + other) for other in range(ranks)])
@@ -165,9 +167,9 @@ def test_reduce_and_reduce_scatter(group):
         assert (tensor == (total if rank == ranks - 1 else rank + 1)).all()
         whole, output = full(rank + 1, (2 * ranks,), dtype), full(0, (2,), dtype)
         whole[2 * rank] += 1
-        dist.reduce_scatter_single(output, whole)
+        reduce_scatter_single(output, whole)
         assert output.tolist() == [total + 1, total]
-        dist.reduce_scatter_single(output, whole, dist.ReduceOp.MAX)
+        reduce_scatter_single(output, whole, dist.ReduceOp.MAX)
         assert output.tolist() == [max(ranks, rank + 2), ranks]
         dist.reduce_scatter(output, list(whole.split(2)), dist.ReduceOp.AVG)
         assert (output.double() - torch.tensor([total + 1.0, total]) / ranks).abs().max() < 1
@@ -204,12 +206,12 @@ def test_empty_tensors_and_scalars(group):
         dist.broadcast(tensor, 0)
         dist.reduce(tensor, 0, dist.ReduceOp.MAX)
         dist.all_gather(several, tensor)
-        dist.all_gather_single(torch.empty(0, 3, dtype=dtype), tensor)
+        all_gather_single(torch.empty(0, 3, dtype=dtype), tensor)
         dist.scatter(tensor, several if rank == 0 else None)
         dist.gather(tensor, several if rank == 0 else None)
         dist.all_to_all_single(torch.empty(0, 3, dtype=dtype), tensor, [0] * ranks, [0] * ranks)
         dist.all_to_all(several, [tensor.clone() for _ in range(ranks)])
-        dist.reduce_scatter_single(torch.empty(0, 3, dtype=dtype), tensor)
+        reduce_scatter_single(torch.empty(0, 3, dtype=dtype), tensor)
     tensor = torch.tensor(3.0 + rank)
     dist.all_reduce(tensor)
     assert tensor == 3 * ranks + ranks * (ranks - 1) / 2
@@ -258,8 +260,8 @@ def test_coalesced_functional_and_object_calls(group):
     assert (first == ranks).all() and (second == ranks).all()
     outputs = [torch.empty(2 * ranks), torch.empty(ranks)]
     with dist._coalescing_manager():
-        dist.all_gather_single(outputs[0], torch.full((2,), float(rank)))
-        dist.all_gather_single(outputs[1], torch.full((1,), float(rank)))
+        all_gather_single(outputs[0], torch.full((2,), float(rank)))
+        all_gather_single(outputs[1], torch.full((1,), float(rank)))
     assert outputs[0].tolist() == [float(i // 2) for i in range(2 * ranks)]
     assert outputs[1].tolist() == [float(i) for i in range(ranks)]
     total = functional.all_reduce(torch.ones(3), "sum", dist.group.WORLD)
@@ -621,10 +623,26 @@ def test_monitored_barriers(group):
 
 
 @pytest.mark.ranks(1, 2)
-def test_profiles_show_the_operations(group):
+@pytest.mark.parametrize("wait", [True, False])
+def test_profiles_show_the_operations(group, wait):
     with torch.profiler.profile() as profile:
-        dist.all_reduce(torch.ones(3))
+        work = dist.all_reduce(torch.ones(3), async_op=not wait)
+        if work is not None:
+            work.wait()
     assert any(event.name == "mpistrat:all_reduce" for event in profile.events())
+
+
+@pytest.mark.ranks(1, 2)
+def test_it_is_its_own_backend_without_the_optional_functions(group):
+    """Newer versions of PyTorch ask for it before messages in a batch."""
+    cpu = torch.device("cpu")
+    backend = group._get_backend(cpu)
+    assert backend is group
+    names = [name for name in dir(c10d.Backend) if name.startswith("supports_") and name != "supports_tensor_alloc"]
+    assert [name for name in names if getattr(backend, name) is not False] == []
+    assert not backend.supports_tensor_alloc(cpu)
+    with pytest.raises(RuntimeError, match="No backend type|not find the default backend"):
+        group._get_backend(torch.device("meta"))
 
 
 @pytest.mark.ranks(1, 2)

@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-frameworks")
 
 import mpistrat as ms  # noqa: E402
+from tests.harness.torch_versions import rules  # noqa: E402
 
 optim = torch.optim
 ROWS = 24
@@ -113,7 +114,7 @@ def near(module, reference, limit=1e-9):
 
 
 @pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", rules(RULES))
 def test_steps_have_the_bits_of_plain_torch_on_the_sum_of_the_same_parts(name):
     """Numbers of parts are powers of two, so that dividing before the sum or after it gives the same bits."""
     with ms.MultiWorkerMirroredStrategy() as strategy:
@@ -130,7 +131,7 @@ def test_steps_have_the_bits_of_plain_torch_on_the_sum_of_the_same_parts(name):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", rules(RULES))
 @pytest.mark.parametrize("in_run", [False, True])
 def test_unequal_and_empty_parts_of_batches_are_weighted(name, in_run):
     """25 rows in batches of 8: the last has one row, so that all ranks but one have none."""
@@ -216,7 +217,7 @@ def test_sums_and_counts_are_summed():
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", rules(RULES))
 @pytest.mark.parametrize("how", ["file", "state_dict", "plain state_dict", "before"])
 def test_a_run_that_is_restored_goes_on_with_the_same_bits(name, how, tmp_path_factory):
     halves = parts_of(2)
@@ -340,7 +341,7 @@ def test_what_cannot_work_is_refused():
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("rule", ["LBFGS", "Muon", "Adafactor"])
+@pytest.mark.parametrize("rule", rules(["LBFGS", "Muon", "Adafactor"]))
 @pytest.mark.parametrize("world", ["servers", "parts"])
 def test_rules_on_whole_tensors_are_refused_where_parameters_are_not_whole(rule, world):
     module = torch.nn.Sequential(torch.nn.Linear(6, 8, bias=False)).double()

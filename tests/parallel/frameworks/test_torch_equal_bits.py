@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test
 
 import mpistrat as ms  # noqa: E402
 from tests.harness.process_groups import set_layout  # noqa: E402
+from tests.harness.torch_versions import rules  # noqa: E402
 
 optim = torch.optim
 
@@ -103,7 +104,7 @@ def test_dot_products_depend_on_threads():
 @pytest.mark.ranks(2)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("limit", [None, 0.01])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", rules(RULES))
 def test_unequal_numbers_of_threads(monkeypatch, rule, limit):
     """The weights are the same on all ranks, of two nodes, and those of ranks with one thread each."""
     set_layout("nodes", monkeypatch)

@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-frameworks")
 
 from mpistrat.base.programs import program  # noqa: E402
+from tests.harness.torch_versions import rules  # noqa: E402
 from tests.launch.launcher import job_environment  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
@@ -165,7 +166,7 @@ def starts(lines):
     return [list(map(int, line.split()[1:])) for line in lines if line.startswith("from")]
 
 
-@pytest.mark.parametrize("rule", ["LBFGS", "Muon", "Adafactor"])
+@pytest.mark.parametrize("rule", rules(["LBFGS", "Muon", "Adafactor"]))
 def test_rules_on_whole_tensors_leave_the_bits_of_an_undisturbed_run(mpi, tmp_path, rule):
     printed, digests = run(mpi, tmp_path, RULES, rule)
     assert starts(printed["none"]) == [[0, 0]]

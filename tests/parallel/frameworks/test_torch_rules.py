@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test
 from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: E402
 
 import mpistrat as ms  # noqa: E402
+from tests.harness.torch_versions import rules  # noqa: E402
 
 nn, optim = torch.nn, torch.optim
 ROWS = 12
@@ -125,7 +126,7 @@ def check_states(mine, theirs):
 
 
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", rules(RULES))
 def test_parameters_count_their_own_steps(name):
     """Heads take turns, and one parameter never has a gradient: each one's state is of the steps in which it had one."""
     reference, plain = make(name)
@@ -140,7 +141,7 @@ def test_parameters_count_their_own_steps(name):
 
 
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", rules(RULES))
 @pytest.mark.parametrize("when", ["before", "after", "after steps"])
 def test_state_is_loaded_in_every_order(name, when):
     reference, plain = make(name)
@@ -169,7 +170,7 @@ def test_state_is_loaded_in_every_order(name, when):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", rules(RULES))
 def test_a_file_has_the_steps_of_each_parameter(name, tmp_path_factory):
     reference, plain = make(name)
     for number in range(6):

@@ -16,7 +16,6 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
@@ -25,7 +24,7 @@ import mpistrat as ms  # noqa: E402
 from mpistrat.base.programs import program  # noqa: E402
 from mpistrat.comm import job_files  # noqa: E402
 from mpistrat.strategy.preemption import release_signals  # noqa: E402
-from tests.harness.torch_groups import default_group  # noqa: E402
+from tests.harness.torch_groups import default_group, fully_shard, need_fully_shard  # noqa: E402
 from tests.launch.launcher import job_environment  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -406,8 +405,8 @@ PROGRAM = """
 import os, signal, sys
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 import mpistrat as ms
 
@@ -418,7 +417,7 @@ def main():
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-    model = fully_shard(model) if kind == "fsdp" else DistributedDataParallel(model)
+    model = torch.distributed.fsdp.fully_shard(model) if kind == "fsdp" else DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
     state = ms.torch.TrainingState(model, optimizer)
@@ -454,6 +453,8 @@ dist.destroy_process_group()
 def test_killed_ranks_leave_the_bits_of_an_undisturbed_run(mpi, tmp_path, kind, where):
     import h5py
 
+    if kind == "fsdp":
+        need_fully_shard()
     (tmp_path / "train.py").write_text(PROGRAM)
     outs = {}
     for kill in ("none", "kill"):
@@ -484,7 +485,7 @@ IN_PLACE = """
 import os, signal, sys
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+import torch.distributed.fsdp
 from torch.nn.parallel import DistributedDataParallel
 import mpistrat as ms
 
@@ -499,7 +500,7 @@ def train(job):
     dist.init_process_group("mpi")
     model = torch.nn.Linear(5, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
-    model = fully_shard(model) if kind == "fsdp" else DistributedDataParallel(model)
+    model = torch.distributed.fsdp.fully_shard(model) if kind == "fsdp" else DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
     state = ms.torch.TrainingState(model, optimizer)
     checkpoints = ms.train.Checkpoints(state, "checkpoints", snapshot_seconds=0.001)
@@ -532,6 +533,8 @@ def test_the_ranks_that_are_left_continue_in_place(mpi, tmp_path, kind):
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
     if "Open MPI" not in mpi.vendor or subprocess.run([mpi.python, "-c", code], check=False).returncode:
         pytest.skip("only Open MPI goes on when a rank dies, and PyTorch is not installed with one")
+    if kind == "fsdp":
+        need_fully_shard()
     (tmp_path / "train.py").write_text(IN_PLACE)
     words = [*program("mpistrat", "run", "-n", "4", "--survive", python=mpi.python), "train.py", kind]
     environment = job_environment("none", tmp_path, {"PATH": "/usr/bin:/bin"})

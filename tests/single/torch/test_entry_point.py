@@ -44,7 +44,7 @@ class _Torch:
             __name__="torch.distributed.distributed_c10d",
             _MPI_AVAILABLE=mpi,
             ProcessGroupMPI="torch's",
-            Store="torch's",
+            _new_process_group_helper="torch's",
         )
         self.rendezvous = types.SimpleNamespace(
             __name__="torch.distributed.rendezvous", _rendezvous_handlers={"env": theirs}
@@ -102,7 +102,7 @@ def test_it_acts_only_under_a_launcher(stub, monkeypatch):
     monkeypatch.setenv("MPISTRAT_TORCH", "0")
     stub.load()
     assert (torch.backends, stub.chosen()) == (["gloo"], "off (MPISTRAT_TORCH=0)")
-    assert torch.c10d.Store == "torch's"
+    assert torch.c10d._new_process_group_helper == "torch's"
 
 
 @pytest.mark.parametrize("name", _mpistrat_torch.LAUNCHERS)
@@ -113,7 +113,11 @@ def test_it_registers_under_each_launcher(stub, monkeypatch, name):
     stub.load()
     stub.load()
     assert torch.backends == ["gloo", "mpistrat"]
-    assert torch.c10d._MPI_AVAILABLE and callable(torch.c10d.Store) and callable(torch.c10d.ProcessGroupMPI.create)
+    assert (
+        torch.c10d._MPI_AVAILABLE
+        and callable(torch.c10d._new_process_group_helper)
+        and callable(torch.c10d.ProcessGroupMPI.create)
+    )
     assert torch.env is not before
     assert stub.chosen() == "on (mpistrat, mpi, env://)"
 
@@ -122,7 +126,7 @@ def test_a_torch_that_was_built_with_mpi_keeps_its_own(stub, monkeypatch):
     monkeypatch.setenv("PMI_SIZE", "2")
     torch = _Torch(monkeypatch, mpi=True)
     stub.load()
-    assert (torch.c10d.ProcessGroupMPI, torch.c10d.Store) == ("torch's", "torch's")
+    assert (torch.c10d.ProcessGroupMPI, torch.c10d._new_process_group_helper) == ("torch's", "torch's")
     assert stub.chosen() == "on (mpistrat, env://)"
     monkeypatch.setenv("MPISTRAT_TORCH", "mpi")
     torch = _Torch(monkeypatch, mpi=True)
@@ -131,7 +135,7 @@ def test_a_torch_that_was_built_with_mpi_keeps_its_own(stub, monkeypatch):
     assert stub.chosen() == "on (mpistrat, mpi, env://)"
 
 
-@pytest.mark.parametrize("missing", ["_MPI_AVAILABLE", "Store", "_rendezvous_handlers"])
+@pytest.mark.parametrize("missing", ["_MPI_AVAILABLE", "_new_process_group_helper", "_rendezvous_handlers"])
 def test_a_missing_private_name_is_a_warning_and_the_rest_works(stub, monkeypatch, missing):
     monkeypatch.setenv("PMI_SIZE", "2")
     torch = _Torch(monkeypatch)
@@ -151,7 +155,7 @@ def test_it_never_raises(stub, monkeypatch):
     stub.load()
     assert stub.chosen().startswith("off (ModuleNotFoundError: ")
     torch = _Torch(monkeypatch)
-    del torch.c10d.Store
+    del torch.c10d._new_process_group_helper
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         stub.load()
@@ -170,7 +174,7 @@ def test_under_torchrun_only_the_errors_are_there(stub, monkeypatch):
     stub.load()
     assert torch.backends == ["gloo", "mpistrat"]
     assert torch.env is before
-    assert not torch.c10d._MPI_AVAILABLE and callable(torch.c10d.Store)
+    assert not torch.c10d._MPI_AVAILABLE and callable(torch.c10d._new_process_group_helper)
 
 
 GIVEN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h1", "MASTER_PORT": "29500"}
