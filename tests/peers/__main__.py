@@ -19,9 +19,13 @@ from pathlib import Path
 
 from . import suites
 
-# name: its repository, the version that the list was made with, and its folder of tests
+# name: its repository, the version that the list was made with, and its folders of tests
 REPOSITORIES = {
-    "horovod": ("https://github.com/horovod/horovod", "2626dc87a3a8eb8fb7d2216198ce45bce0f9e65a", "test"),
+    "horovod": (
+        "https://github.com/horovod/horovod",
+        "2626dc87a3a8eb8fb7d2216198ce45bce0f9e65a",
+        "test examples/pytorch",
+    ),
     "lightning": ("https://github.com/Lightning-AI/pytorch-lightning", "2.6.5", "tests"),
     "torch": ("https://github.com/pytorch/pytorch", "v2.13.0", "test/distributed"),
 }
@@ -44,7 +48,7 @@ def fetched(name, folder):
         for words in (
             ["git", "init", "-q", str(part)],
             [*git, "remote", "add", "origin", url],
-            [*git, "sparse-checkout", "set", tests],
+            [*git, "sparse-checkout", "set", *tests.split()],
             [*git, "fetch", "-q", "--depth", "1", "--filter=blob:none", "origin", version],
             [*git, "checkout", "-q", "FETCH_HEAD"],
         ):

@@ -1,4 +1,4 @@
-"""Horovod's own tests of horovod.torch on `mpistrat.horovod.torch`, next to a list of expected results.
+"""Horovod's own tests and examples of horovod.torch on `mpistrat.horovod.torch`, next to a list of expected results.
 
     git clone https://github.com/horovod/horovod FOLDER
     python -m tests.peers.horovod --repository FOLDER --ranks 2 --output FOLDER [--write]
@@ -6,6 +6,8 @@
 The tests need `pip install pytest-timeout cloudpickle`. Each file runs in a job of its own, those for one process on one rank.
 A test has failed if it has failed on a rank. Changes of the suite: torch's Muon, which is newer than the tests and refuses
 biases, is left out of the optimizers that they try, and helpers of Horovod's launcher that the tests import are here.
+
+The examples are unchanged, and start with `mpistrat run --horovod`; `stand_ins` has the data that they would fetch.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +28,7 @@ from pathlib import Path
 from .jobs import beside, judge
 
 EXPECTED = Path(__file__).with_suffix(".json")
+STAND_INS = Path(__file__).with_name("stand_ins")
 FILES = {
     "parallel/test_torch.py": 0,
     "parallel/test_adasum_pytorch.py": 0,
@@ -32,6 +36,17 @@ FILES = {
     "single/test_torch_elastic.py": 1,
 }
 LIMIT = 200  # seconds of a test
+# Each example's file, its words, what it prints if it has learned or measured, and the options to try.
+EXAMPLES = (
+    (
+        "pytorch_mnist.py", "--batch-size 16 --epochs 2", "Accuracy: (9\\d|100)",
+        ("", "--fp16-allreduce", "--use-adasum", "--gradient-predivide-factor 2"),
+    ),
+    (
+        "pytorch_synthetic_benchmark.py", "--num-warmup-batches 1 --num-batches-per-iter 2 --num-iters 2",
+        "Total img/sec on {ranks} CPU", ("", "--fp16-allreduce", "--use-adasum", "--batch-size 8"),
+    ),
+)  # fmt: skip
 
 
 def prepare():
@@ -92,6 +107,29 @@ def run_tests(path, output):
     Path(f"{output}.{MPI.COMM_WORLD.rank}").write_text(json.dumps(results))
 
 
+def run_examples(arguments):
+    """Return the results of the examples, by their options."""
+    folder, found = Path(arguments.output), {}
+    path = os.pathsep.join(filter(None, [str(STAND_INS), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "HOME": str(folder)}  # one of them locks a file there
+    for file, words, shown, options in EXAMPLES:
+        for each in options:
+            name = f"{file} {each}".rstrip()
+            command = [sys.executable, "-m", "mpistrat", "run", "--horovod", "-n", str(arguments.ranks)]
+            command += [f"{arguments.repository}/examples/pytorch/{file}", *words.split(), *each.split()]
+            log = folder / f"{name.replace(' ', '_')}.log"
+            with open(log, "w") as out:
+                try:
+                    status = subprocess.run(
+                        command, stdout=out, stderr=subprocess.STDOUT, env=environment, timeout=LIMIT, check=False
+                    ).returncode
+                except subprocess.TimeoutExpired:
+                    status = None
+            good = status == 0 and re.search(shown.format(ranks=arguments.ranks), log.read_text())
+            found[f"examples::{name}"] = "PASS" if good else f"FAIL ended with {status}: see {log.name}"
+    return found
+
+
 def drive(arguments):
     """Return the results of all files, by test."""
     folder, found = Path(arguments.output), {}
@@ -116,7 +154,7 @@ def drive(arguments):
         for name in results[0]:
             kinds = [each.get(name, "FAIL") for each in results]
             found[f"{Path(file).stem}::{name}"] = "FAIL" if "FAIL" in kinds else kinds[0]
-    return found
+    return found | run_examples(arguments)
 
 
 def main():

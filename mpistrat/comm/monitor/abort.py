@@ -146,7 +146,16 @@ def is_user_code(filename: str) -> bool:
     """Return True if a file is the user's: not of this package, an installed one or the standard library."""
     if filename.startswith(_EXAMPLES):
         return True
-    return not filename.startswith((*_PACKAGE, *_LIBRARIES, "<frozen")) and _INSTALLED.search(filename) is None
+    if filename.startswith((*_PACKAGE, *_LIBRARIES, "<frozen")) or _INSTALLED.search(filename) is not None:
+        return False
+    folders = (each for each in map(str, sys.path) if filename.startswith(each.rstrip(os.sep) + os.sep))
+    return not _has_packages(max(folders, key=len, default=""))
+
+
+@functools.cache
+def _has_packages(folder: str) -> bool:
+    """Return True if pip has installed packages into a folder, as `pip install --target` does."""
+    return bool(folder) and any(Path(folder).glob("*.dist-info"))
 
 
 def format_exception(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> str:

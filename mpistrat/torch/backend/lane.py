@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import final
 
+from .exit import end_at_exit
 from .work import OperationWork
 
 __all__ = ["Lane"]
@@ -34,6 +35,7 @@ class Lane:
         self._waiting = 0  # operations in the queue, and the running one
         self._inside = 0  # the thread of a waiting call that runs in its own thread
         self._thread: threading.Thread | None = None
+        self._stopped = False  # after `stop`
 
     def run(self, work: OperationWork, operation: Callable[[], None], waits: bool) -> OperationWork:
         """Run or queue an operation. Return its work.
@@ -63,9 +65,11 @@ class Lane:
                 return work
         with self._posting:
             self._waiting += 1
-            if self._thread is None:
+            if self._thread is None or self._stopped:
+                self._stopped = False
                 self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 self._thread.start()
+                end_at_exit(self)
             self._queue.put((work, operation))
         return work
 
@@ -77,13 +81,19 @@ class Lane:
                 self._waiting -= 1
             del item  # or its tensors live until the next one
 
+    def stop(self) -> threading.Thread | None:
+        """Tell the thread to end after the queued operations, and return it, if it was started."""
+        with self._posting:
+            if self._thread is not None and not self._stopped:
+                self._stopped = True
+                self._queue.put(None)
+            return self._thread
+
     def close(self) -> None:
         """End the thread after the queued operations. Call it once."""
-        thread = self._thread
-        if thread is not None:
-            self._queue.put(None)
-            if thread is not threading.current_thread():
-                thread.join()
+        thread = self.stop()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
 
 
 def _do(work: OperationWork, operation: Callable[[], None]) -> None:

@@ -25,6 +25,7 @@ from torch.futures import Future
 from ...base.errors import CollectiveMismatchError, PeerExitError, explain
 from ...base.waiting import PeerWait, wait_until
 from ...comm.process_group import ProcessGroup
+from .exit import end_at_exit
 from .unreceived import Unreceived
 from .work import OperationWork, seconds_of, torch_error
 
@@ -174,7 +175,19 @@ class Transfers:
                     target=_serve, args=(weakref.ref(self), self._changed), name="mpistrat transfers", daemon=True
                 )
                 self._thread.start()
+                end_at_exit(self)
             self._changed.notify()
+
+    def stop(self) -> threading.Thread | None:
+        """Tell the thread to end, and return it, if it was started."""
+        with self._changed:
+            thread, self._thread = self._thread, None
+            self._changed.notify()
+        return thread
+
+    def served_by(self, thread: threading.Thread) -> bool:
+        """Return True unless a thread was told to end."""
+        return self._thread is thread
 
     def move(self) -> bool:
         """Move pending transfers; return True while there are more."""
@@ -246,11 +259,12 @@ def _byte() -> Any:
 
 
 def _serve(reference: weakref.ref[Transfers], changed: threading.Condition) -> None:
-    """Move the transfers of a group until the group is gone."""
+    """Move the transfers of a group until the group is gone, or the thread is told to end."""
+    own = threading.current_thread()
     while True:
         with changed:
             transfers = reference()
-            if transfers is None:
+            if transfers is None or not transfers.served_by(own):
                 return
             idle = not transfers.has_work()
             del transfers
@@ -260,7 +274,7 @@ def _serve(reference: weakref.ref[Transfers], changed: threading.Condition) -> N
         while not sys.is_finalizing():
             time.sleep(pause)
             transfers = reference()
-            if transfers is None or not transfers.move():
+            if transfers is None or not transfers.served_by(own) or not transfers.move():
                 break
             del transfers
             pause = min(2 * pause, _LONGEST_PAUSE)

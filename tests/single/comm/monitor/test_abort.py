@@ -82,6 +82,21 @@ def test_installed_packages_are_not_the_user_s_code(filename, whose):
     assert is_user_code(filename) == whose
 
 
+def test_packages_in_a_folder_of_sys_path_are_not_the_user_s_code(tmp_path, monkeypatch):
+    """As `pip install --target` puts them, and PYTHONPATH finds them; programs have no metadata beside them."""
+    packages, programs = tmp_path / "packages", tmp_path / "programs"
+    (packages / "torch-2.13.0.dist-info").mkdir(parents=True)
+    programs.mkdir()
+    inside = packages / "programs"
+    for folder in (packages, programs, inside):
+        monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.syspath_prepend("")
+    assert not is_user_code(str(packages / "torch" / "distributed" / "c10d.py"))
+    assert is_user_code(str(programs / "train.py"))
+    assert is_user_code(str(inside / "train.py"))
+    assert is_user_code(f"{packages}.py")
+
+
 def test_a_misspelt_name_is_answered_with_the_nearest_one():
     """As the interpreter itself does where it prints an exception."""
     assert "Did you mean: 'MirroredStrategy'?" in printed(lambda: ms.MiroredStrategy)
