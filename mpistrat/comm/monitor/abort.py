@@ -148,13 +148,14 @@ def is_user_code(filename: str) -> bool:
         return True
     if filename.startswith((*_PACKAGE, *_LIBRARIES, "<frozen")) or _INSTALLED.search(filename) is not None:
         return False
+    return not _is_in_packages(filename)
+
+
+@functools.lru_cache(4096)
+def _is_in_packages(filename: str) -> bool:
+    """Return True if a file lies in a folder of sys.path with packages of pip, as `pip install --target` makes one."""
     folders = (each for each in map(str, sys.path) if filename.startswith(each.rstrip(os.sep) + os.sep))
-    return not _has_packages(max(folders, key=len, default=""))
-
-
-@functools.cache
-def _has_packages(folder: str) -> bool:
-    """Return True if pip has installed packages into a folder, as `pip install --target` does."""
+    folder = max(folders, key=len, default="")
     return bool(folder) and any(Path(folder).glob("*.dist-info"))
 
 
