@@ -21,7 +21,8 @@ version = release = mpistrat.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
 extensions += ["sphinx_copybutton", "sphinx_design"]
-extensions += ["api", "collective", "long_names", "public_names", "repository_links"]  # docs/_ext
+extensions += ["api", "collapsed", "collective", "empty_columns", "long_names", "public_names"]  # docs/_ext
+extensions += ["repository_links", "site_pages"]
 exclude_patterns = ["_build"]
 
 # The button copies the commands of a console without their prompts and without what they print.
