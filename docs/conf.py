@@ -19,7 +19,7 @@ project = "mpistrat"
 author = copyright = "mpistrat developers"
 version = release = mpistrat.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
 extensions += ["sphinx_copybutton", "sphinx_design"]
 extensions += ["api", "collapsed", "collective", "empty_columns", "long_names", "public_names"]  # docs/_ext
 extensions += ["repository_links", "site_pages"]
@@ -29,7 +29,8 @@ exclude_patterns = ["_build"]
 copybutton_prompt_text = "$ "
 copybutton_copy_empty_lines = False
 
-# Markdown
+# Markdown, and notebooks with their saved outputs, which a test compares
+nb_execution_mode = "off"
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence", "deflist"]
 
