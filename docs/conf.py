@@ -64,5 +64,5 @@ html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#2a5d2a", "color-brand-content": "#1f6f43"},
     "dark_css_variables": {"color-brand-primary": "#7cc492", "color-brand-content": "#7cc492"},
 }
-pygments_style = "friendly"
+pygments_style = "default"  # its comments and output have enough contrast
 pygments_dark_style = "monokai"
