@@ -15,7 +15,7 @@ PYTEST_ARGS ?=
 SINCE ?= main
 BUDGET ?= 20
 TORCH ?= 2.13.0
-FRAMEWORKS ?= torch==2.13.0 torchdata jax==0.10.2 optax flax equinox keras==3.15.1 ipyparallel cupy-cuda12x nvidia-cuda-nvrtc-cu12
+FRAMEWORKS ?= torch==2.13.0 torchdata jax==0.10.2 optax flax equinox keras==3.15.1 ipyparallel nbclient cupy-cuda12x nvidia-cuda-nvrtc-cu12
 PEERS ?= torch==2.13.0 accelerate==1.15.0 lightning==2.6.5 torchdata==0.11.0 expecttest pytest-timeout cloudpickle
 TENSORFLOW ?= tensorflow-cpu==2.21.0 keras==3.15.1 tensorboard
 
@@ -116,7 +116,7 @@ test-frameworks: frameworks  ## the tests of PyTorch, JAX, Keras and TensorFlow,
 	  tests/parallel/frameworks tests/integration/hosts/test_frameworks.py tests/integration/hosts/test_frameworks_start.py \
 	  tests/integration/hosts/test_frameworks_horovod.py \
 	  -k "(frameworks or horovod) $(if $(NP),and (np$(NP) or hosts))"
-	KERAS_BACKEND=torch .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) $(if $(TIER),--longest 12) tests/parallel/docs -k "README or which_way or frameworks or horovod"
+	KERAS_BACKEND=torch .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) $(if $(TIER),--longest 12) tests/parallel/docs -k "README or which_way or frameworks or horovod or notebook"
 	$(if $(NP)$(TIER),,.venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) tests/integration/slurm -k "torch or jax_start")
 	KERAS_BACKEND=jax .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) $(if $(TIER),--tier $(TIER)) tests/parallel/frameworks -k "test_keras $(if $(NP),and np$(NP))"
 	KERAS_BACKEND=tensorflow .venv-tensorflow/bin/python -m pytest $(PYTEST_ARGS) $(if $(TIER),--tier $(TIER)) tests/parallel/frameworks -k "test_keras $(if $(NP),and np$(NP))"

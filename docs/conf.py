@@ -19,16 +19,18 @@ project = "mpistrat"
 author = copyright = "mpistrat developers"
 version = release = mpistrat.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
 extensions += ["sphinx_copybutton", "sphinx_design"]
-extensions += ["api", "collective", "long_names", "public_names", "repository_links"]  # docs/_ext
+extensions += ["api", "collapsed", "collective", "empty_columns", "long_names", "public_names"]  # docs/_ext
+extensions += ["repository_links", "site_pages"]
 exclude_patterns = ["_build"]
 
 # The button copies the commands of a console without their prompts and without what they print.
 copybutton_prompt_text = "$ "
 copybutton_copy_empty_lines = False
 
-# Markdown
+# Markdown, and notebooks with their saved outputs, which a test compares
+nb_execution_mode = "off"
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence", "deflist"]
 
@@ -62,5 +64,5 @@ html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#2a5d2a", "color-brand-content": "#1f6f43"},
     "dark_css_variables": {"color-brand-primary": "#7cc492", "color-brand-content": "#7cc492"},
 }
-pygments_style = "friendly"
+pygments_style = "default"  # its comments and output have enough contrast
 pygments_dark_style = "monokai"

@@ -16,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES += sorted((ROOT / "docs").rglob("*.ipynb"))
 
 #: Phrases, and what to write instead.
 PHRASES = {
