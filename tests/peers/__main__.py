@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 from . import suites
@@ -27,44 +28,71 @@ REPOSITORIES = {
         "test examples/pytorch",
     ),
     "lightning": ("https://github.com/Lightning-AI/pytorch-lightning", "2.6.5", "tests"),
-    "torch": ("https://github.com/pytorch/pytorch", "v2.13.0", "test/distributed"),
+    "torch": ("https://github.com/pytorch/pytorch", "v2.6.0", "test/distributed"),
 }
+# name: Debian's source package with the same files, for machines whose apt has a line for sources
+PACKAGES = {"torch": "pytorch=2.6.0+dfsg-7"}
 LIMIT = 600  # seconds of a fetch
 
 
 def fetched(name, folder):
-    """Return the folder of a suite's repository, which is fetched unless it is there.
+    """Return the folder of a suite's repository, which is fetched unless it is there: by git, else from Debian's source package.
 
     Raises:
         OSError: it cannot be fetched.
     """
-    url, version, tests = REPOSITORIES[name]
     path = folder / name
     if path.exists():
         return path
     part = path.with_name(f"{name}~")
+    reasons = []
+    for way in (by_git, by_apt):
+        try:
+            way(name, part)
+            return part.rename(path)
+        except (subprocess.SubprocessError, OSError, LookupError) as error:
+            lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+            reasons += lines[-1:]
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    raise OSError(f"{REPOSITORIES[name][0]} cannot be fetched: {'; '.join(reasons)}")
+
+
+def by_git(name, part):
+    """Fetch the tests of a suite's repository into a folder."""
+    url, version, tests = REPOSITORIES[name]
     git = ["git", "-C", str(part)]
-    try:
-        for words in (
-            ["git", "init", "-q", str(part)],
-            [*git, "remote", "add", "origin", url],
-            [*git, "sparse-checkout", "set", *tests.split()],
-            [*git, "fetch", "-q", "--depth", "1", "--filter=blob:none", "origin", version],
-            [*git, "checkout", "-q", "FETCH_HEAD"],
-        ):
-            subprocess.run(
-                words,
-                env={**os.environ, "GIT_TERMINAL_PROMPT": "0"},
-                timeout=LIMIT,
-                check=True,
-                capture_output=True,
-                text=True,
-            )
-    except (subprocess.SubprocessError, OSError) as error:
-        shutil.rmtree(part, ignore_errors=True)
-        text = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
-        raise OSError(f"{url} cannot be fetched: {text}") from None
-    return part.rename(path)
+    for words in (
+        ["git", "init", "-q", str(part)],
+        [*git, "remote", "add", "origin", url],
+        [*git, "sparse-checkout", "set", *tests.split()],
+        [*git, "fetch", "-q", "--depth", "1", "--filter=blob:none", "origin", version],
+        [*git, "checkout", "-q", "FETCH_HEAD"],
+    ):
+        run(words, env={**os.environ, "GIT_TERMINAL_PROMPT": "0"})
+
+
+def by_apt(name, part):
+    """Take the tests of a suite from the source package of Debian into a folder."""
+    if name not in PACKAGES:
+        raise LookupError("Debian has no source package of it")
+    part.mkdir()
+    run(["apt-get", "source", "-qq", "--download-only", "--only-source", PACKAGES[name]], cwd=part)
+    unpack(next(part.glob("*.orig.tar.*")), REPOSITORIES[name][2], part)
+
+
+def unpack(archive, tests, part):
+    """Extract the folder of tests of an archive, without the archive's own first folder."""
+    with tarfile.open(archive) as found:
+        for member in found:
+            _, _, member.name = member.name.partition("/")
+            if member.isfile() and member.name.startswith(f"{tests}/"):
+                found.extract(member, part, filter="data")
+
+
+def run(words, **options):
+    """Run a program, for at most LIMIT seconds."""
+    subprocess.run(words, timeout=LIMIT, check=True, capture_output=True, text=True, **options)
 
 
 def jobs():

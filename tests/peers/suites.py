@@ -19,6 +19,7 @@ import json
 import os
 import random
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from .jobs import KINDS, Ranks, drive, judge, let_gloo_be
 EXPECTED = Path(__file__).with_suffix(".json")
 OURS = {"mpi", "mpistrat"}
 GROUPS = {"gloo", *OURS}
+SEED = 1234  # the one of test/run_test.py of PyTorch
 
 
 # the suites
@@ -42,12 +44,22 @@ class Nothing:
     """The parts of a suite that needs none of its own."""
 
     @staticmethod
+    def copied(tests, folder):
+        """Return the folder of tests that run: this one, or a changed copy in FOLDER."""
+        return tests
+
+    @staticmethod
     def prepare(ranks):
         """Change the suite before its tests are imported."""
 
     @staticmethod
     def after():
         """Remove what a test has left in this process."""
+
+    @staticmethod
+    def wants(item):
+        """Return whether a test can be one of the suite."""
+        return True
 
 
 class Accelerate(Nothing):
@@ -115,13 +127,44 @@ def _with(cls, **values):
 
 
 class Torch(Nothing):
-    """PyTorch's test files. Test cases that start processes take the ranks of the job in their place."""
+    """PyTorch's test files. Test cases that start processes take the ranks of the job in their place, and CPUs that of GPUs."""
+
+    @staticmethod
+    def copied(tests, folder):
+        copy = folder / "tests"
+        if not copy.exists():
+            shutil.copytree(tests, copy)
+            for path in copy.rglob("*.py"):
+                path.write_text(re.sub(r"""f?(["'])cuda(:[^"']*)?\1""", r"\1cpu\1", path.read_text()))
+        return copy
+
+    @staticmethod
+    def use_cpus(size):
+        """Let what PyTorch's tests ask of GPUs be true of as many CPUs."""
+        import torch
+        from torch.testing._internal import common_cuda, common_distributed, common_fsdp
+
+        def skip(count, **options):
+            return unittest.skipIf(count > size, f"needs {count} ranks")
+
+        common_cuda.TEST_CUDA, common_cuda.TEST_MULTIGPU, common_distributed.skip_if_lt_x_gpu = True, size > 1, skip
+        common_distributed.requires_nccl = lambda: lambda test: test
+        common_fsdp.test_compiled_fsdp = lambda **options: lambda test: test  # newer versions do not have it
+        torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+        torch.cuda.device_count = torch.accelerator.device_count = lambda: size
+        torch.cuda.current_device = lambda: torch.device("cpu")
+        torch.cuda.set_device = torch.cuda._sleep = torch.cuda.synchronize = lambda *args: None
+        torch.cuda.manual_seed = torch.manual_seed
+        _with(common_fsdp.FSDP, device_id=torch.device("cpu"))
 
     @staticmethod
     def prepare(ranks):
-        from torch.testing._internal import common_distributed, common_utils
+        from torch.testing._internal import common_distributed, common_fsdp, common_utils
+        from torch.testing._internal.distributed._tensor import common_dtensor
 
-        one, several = common_distributed.MultiProcessTestCase, common_distributed.MultiProcContinuousTest
+        Torch.use_cpus(ranks.size)
+        common_dtensor.NUM_DEVICES = common_fsdp.DEVICE_COUNT = ranks.size
+        one = common_distributed.MultiProcessTestCase
         store = ranks.folder / "store"
 
         def check(count):
@@ -140,21 +183,41 @@ class Torch(Nothing):
             cls.rank, cls.task_queues = ranks.rank, []
             cls._init_pg(ranks.rank, ranks.size, f"{store}.{os.environ['MASTER_PORT']}")
 
-        def run(self, function):
-            def here(self):
-                self.rank = ranks.rank
-                common_utils.set_rng_seed()
-                try:
-                    function()
-                except SystemExit as error:
-                    names = {skip.exit_code: name for name, skip in common_distributed.TEST_SKIPS.items()}
-                    raise unittest.SkipTest(names[error.code]) if error.code in names else error from None
+        def on_ranks(work):
+            """Let a test do WORK, and raise SkipTest where it ends a process in order to be skipped."""
 
-            return types.MethodType(functools.wraps(function)(here), self)
+            def run(self, function):
+                def here(self):
+                    self.rank = ranks.rank
+                    common_utils.set_rng_seed(SEED)
+                    try:
+                        work(self, function)
+                    except SystemExit as error:
+                        names = {skip.exit_code: name for name, skip in common_distributed.TEST_SKIPS.items()}
+                        raise unittest.SkipTest(names[error.code]) if error.code in names else error from None
+
+                return types.MethodType(functools.wraps(function)(here), self)
+
+            return run
+
+        def in_process(self, function):
+            """Do what a process of a test case does, which for FSDP makes the group first."""
+            type(self)._run(ranks.rank, self._testMethodName, self.file_name, None, fake_pg=False)
 
         one._spawn_processes = one._start_processes = one._fork_processes = spawn
-        one.join_or_run = several._worker_run_main_wait = run
-        several._ensure_processes_spawned = classmethod(start)
+        one.run_test = lambda self, name, pipe: getattr(type(self), name)(self)
+        one.join_or_run = on_ranks(in_process)
+        several = getattr(common_distributed, "MultiProcContinuousTest", None)
+        if several is not None:
+            several._worker_run_main_wait = on_ranks(lambda self, function: function())
+            several._ensure_processes_spawned = classmethod(start)
+
+    @staticmethod
+    def wants(item):
+        """Return whether a test can make a group of ranks: threads are no ranks."""
+        from torch.testing._internal.common_distributed import MultiThreadedTestCase
+
+        return not issubclass(getattr(item, "cls", None) or object, MultiThreadedTestCase)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +230,7 @@ class Suite:
         functions: pytest's patterns of functions that are tests.
         source: a regular expression that the source of a test, or its name, must have.
         drawn: how many of the tests that pass on gloo are run; None: all.
+        options: more options of pytest.
     """
 
     parts: Nothing
@@ -174,6 +238,7 @@ class Suite:
     functions: str = "test_*"
     source: str = ""
     drawn: int | None = None
+    options: tuple[str, ...] = ()
 
 
 SUITES = {
@@ -192,9 +257,10 @@ SUITES = {
     "torch": Suite(
         Torch(),
         (
-            "tensor/test_*.py", "tensor/debug/test_comm_mode*.py", "tensor/parallel/test_*.py", "checkpoint/**/test_*.py",
-            "_composable/**/test_*.py", "fsdp/test_*.py",
+            "_composable/**/test_*.py", "*tensor/test_*.py", "*tensor/debug/test_comm_mode*.py", "tensor/parallel/test_*.py",
+            "checkpoint/**/test_*.py", "fsdp/test_*.py",
         ),
+        options=("--import-mode=importlib",),  # files in two folders have the same names
     ),
 }  # fmt: skip
 
@@ -277,6 +343,8 @@ class Collected:
 
     def wants(self, item):
         """Return whether a test is of the suite."""
+        if not self.suite.parts.wants(item):
+            return False
         try:
             source = inspect.getsource(getattr(item, "function", None))
         except (OSError, TypeError):
@@ -293,9 +361,9 @@ def free_port():
 
 def run_pytest(suite, tests, plugin, files, *words):
     """Run pytest in this process."""
-    options = ["-q", "-p", "no:cacheprovider", "-o", f"python_functions={suite.functions}", "-o", "addopts="]
+    options = ["-q", "-rs", "-p", "no:cacheprovider", "-o", f"python_functions={suite.functions}", "-o", "addopts="]
     options += ["-o", "filterwarnings=", "--rootdir", str(tests), "--confcutdir", str(tests)]
-    return pytest.main([*options, *words, *map(str, files)], plugins=[plugin, suite.parts])
+    return pytest.main([*options, *suite.options, *words, *map(str, files)], plugins=[plugin, suite.parts])
 
 
 def run_job(suite, tests, folder, backend):
@@ -332,6 +400,8 @@ def main():
     arguments = parser.parse_args()
     suite, tests, output = SUITES[arguments.suite], Path(arguments.tests).resolve(), Path(arguments.output).resolve()
     output.mkdir(parents=True, exist_ok=True)
+    if not arguments.job and not arguments.collect:
+        tests = suite.parts.copied(tests, output)
     words = ["-m", __spec__.name, arguments.suite, "--tests", str(tests)]
 
     def results_on(backend, names):

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from tests.peers import jobs
-from tests.peers.__main__ import REPOSITORIES, fetched
+from tests.peers.__main__ import REPOSITORIES, fetched, unpack
+from tests.peers.suites import SUITES
 
 # A job of two ranks, each a process. The test "dies" ends rank 1; "differs" fails on rank 0 only.
 JOB = """
@@ -89,3 +90,25 @@ def test_a_repository_is_fetched_once(tmp_path, monkeypatch):
     assert (path / "test" / "test_one.py").exists()
     (path / "test" / "kept").touch()
     assert (fetched("horovod", tmp_path) / "test" / "kept").exists()
+
+
+def test_only_the_tests_of_a_source_archive_are_unpacked(tmp_path):
+    for name in (
+        "suite-1.0/test/distributed/deep/test_one.py",
+        "suite-1.0/setup.py",
+        "suite-1.0/test/distributed_two.py",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    subprocess.run(["tar", "-C", str(tmp_path), "-czf", str(tmp_path / "suite.orig.tar.gz"), "suite-1.0"], check=True)
+    part = tmp_path / "part"
+    unpack(tmp_path / "suite.orig.tar.gz", "test/distributed", part)
+    assert [str(path.relative_to(part)) for path in part.rglob("*.*")] == ["test/distributed/deep/test_one.py"]
+
+
+def test_a_literal_of_a_gpu_becomes_one_of_a_cpu(tmp_path):
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    (tests / "test_one.py").write_text(r"""a = "cuda", 'cuda:0', f"cuda:{rank}", r"device\(type='cuda'" # cuda""")
+    copy = SUITES["torch"].parts.copied(tests, tmp_path / "output")
+    assert (copy / "test_one.py").read_text() == r"""a = "cpu", 'cpu', "cpu", r"device\(type='cpu'" # cuda"""
