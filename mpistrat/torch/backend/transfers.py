@@ -186,7 +186,7 @@ class Transfers:
         return thread
 
     def served_by(self, thread: threading.Thread) -> bool:
-        """Return True unless a thread was told to end."""
+        """Return True unless a thread was asked to end."""
         return self._thread is thread
 
     def move(self) -> bool:
@@ -259,7 +259,7 @@ def _byte() -> Any:
 
 
 def _serve(reference: weakref.ref[Transfers], changed: threading.Condition) -> None:
-    """Move the transfers of a group until the group is gone, or the thread is told to end."""
+    """Move the transfers of a group until the group is gone, or the thread is asked to end."""
     own = threading.current_thread()
     while True:
         with changed:
