@@ -424,6 +424,7 @@ class NcclCommunicator:
         call = None if current is None else current[1]
         others = [rank for rank in range(group.topology.size) if rank != group.topology.rank]
         wait = PeerWait(group, call.text if call else "a sum by NCCL", others, seconds=call.timeout if call else None)
+        group.monitor.on_time = True
         try:
             while not done():
                 if not waits and own():
@@ -441,6 +442,8 @@ class NcclCommunicator:
                 comm.abort()
             group.refuse_after(error, "ended sums by NCCL, with some")
             raise
+        finally:
+            group.monitor.on_time = False
 
     def all_reduce(self, arrays: Sequence[Any], sources: Sequence[Any] | None = None) -> None:
         """Sum contiguous CuPy arrays of one dtype and size over all replicas; one for each local GPU, in order.

@@ -268,7 +268,7 @@ class GroupMonitor:
 
     def _late(self, call: Call) -> float:
         """Return the seconds after which a collective takes too long; a rank that can raise by itself gets a little longer."""
-        return call.timeout + (GRACE if self.monitor.on_flags else 0)
+        return call.timeout + (GRACE if self.monitor.on_flags or self.monitor.on_time else 0)
 
     def _want(self, waiting: tuple[Any, ...], now: float, late: float, about: int) -> None:
         """Request a survey if this rank has waited too long and none covers this wait yet."""

@@ -167,6 +167,7 @@ class RankMonitor:
         acting: held by the thread that is in a collective.
         refusal: the error that the next collective raises, or None.
         on_flags: True if this rank waits on flags in shared memory, where it can raise by itself.
+        on_time: True if this rank raises by itself when the time of its call is over.
         left: ranks of other nodes that left the program.
         failures: the collectives, by number, that failed on this rank since the ranks were last known to be in step.
         recent: returns the text of one of this rank's last collectives, by number; "" if it is unknown.
@@ -183,7 +184,7 @@ class RankMonitor:
         self.number = 0
         self.acting = threading.RLock()
         self.refusal: Exception | None = None
-        self.on_flags = False
+        self.on_flags = self.on_time = False
         self.left: dict[int, Left] = {}
         self.failures: dict[int, FailedCall] = {}
         self.recent: Callable[[int], str] = lambda number: ""
