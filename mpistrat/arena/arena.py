@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -306,8 +306,7 @@ class ArenaAllocator:
         self.on_gpu = all(on_gpu)
         self.arenas: list[Arena] = []
         self._open: dict[tuple[np.dtype, bool], Arena] = {}
-        self._next_slab: dict[tuple[np.dtype, bool], int] = {}
-        self._on_gpus: Counter[tuple[np.dtype, bool]] = Counter()  # bytes of all slabs
+        self._slabs: defaultdict[tuple[np.dtype, bool], list[int]] = defaultdict(list)  # bytes of each
         self._blocks: dict[Arena, list[SharedBlock]] = {}
 
     def allocate(self, size: int, dtype: np.dtype, trainable: bool, name: str) -> tuple[Arena, int]:
@@ -390,16 +389,12 @@ class ArenaAllocator:
         return f"{len(self.arenas)}:{key[0].name}:{'trainable' if key[1] else 'fixed'}"
 
     def _slab_bytes(self, key: tuple[np.dtype, bool], needed: int, trainable: bool) -> int:
-        wanted = self._next_slab.get(key, FIRST_SLAB)
+        slabs = self._slabs[key]
+        wanted = max(FIRST_SLAB, sum(slabs) // 4) if self.on_gpu else min(FIRST_SLAB << len(slabs), LARGEST_SLAB)
         copies = 1 + (sum(self.group.replicas_of_node) if trainable and not self.sharded_gradients else 0)
         limit = self.group.agree(self._free_bytes() // 4 // copies, "min")
-        size = -(-max(needed, min(wanted, limit), 1) // PAGE) * PAGE
-        if self.on_gpu:
-            self._on_gpus[key] += size
-            self._next_slab[key] = max(FIRST_SLAB, self._on_gpus[key] // 4)
-        else:
-            self._next_slab[key] = min(2 * wanted, LARGEST_SLAB)
-        return size
+        slabs.append(-(-max(needed, min(wanted, limit), 1) // PAGE) * PAGE)
+        return slabs[-1]
 
     def _free_bytes(self) -> int:
         if self.on_gpu:

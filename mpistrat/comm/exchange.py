@@ -84,6 +84,21 @@ class SmallExchange:
 
 
 @final
+class _Rooms:
+    """The memory of a message: in each row a head, and room for data.
+
+    Attributes:
+        memory: uint8 array (rows, bytes).
+        heads, data: its parts, uint8 arrays (rows, head) and (rows, room).
+    """
+
+    def __init__(self, rows: int, head: int, room: int) -> None:
+        start = -(-head // _LINE) * _LINE
+        self.memory = np.zeros((rows, start - (-room // _LINE) * _LINE), np.uint8)
+        self.heads, self.data = self.memory[:, :head], self.memory[:, start : start + room]
+
+
+@final
 class MessageExchange:
     """An exchange of a head and some bytes of each rank with all of them in one MPI_Allgather, for ranks on several nodes.
 
@@ -97,22 +112,18 @@ class MessageExchange:
 
     def __init__(self, group: ProcessGroup, head: int, form: tuple[tuple[int, ...], np.dtype] | None) -> None:
         self._comm, self._size, self._room = group.topology.comm, group.topology.size, -1
-        self._head, self._start, self._form = head, -(-head // _LINE) * _LINE, form
+        self._head, self._form = head, form
         self._nbytes = SMALL + 1 if form is None else math.prod(form[0]) * form[1].itemsize
 
     def _open(self, room: int) -> None:
-        self._room = room
-        width = self._start - (-room // _LINE) * _LINE
-        self._sent, self._came = np.zeros(width, np.uint8), np.empty((self._size, width), np.uint8)
-        self._heads = self._came[:, : self._head]
-        self._place = None
+        self._room, self._place = room, None
+        self._sent, self._came = _Rooms(1, self._head, room), _Rooms(self._size, self._head, room)
         if self._form is not None and self._nbytes <= room:
-            flat = self._sent[self._start : self._start + self._nbytes]
-            self._place = flat.view(self._form[1]).reshape(self._form[0])
+            self._place = self._sent.data[0, : self._nbytes].view(self._form[1]).reshape(self._form[0])
 
     def data(self, rank: int, nbytes: int) -> np.ndarray:
         """Return the data of a rank, flat bytes."""
-        return self._came[rank, self._start : self._start + nbytes]
+        return self._came.data[rank, :nbytes]
 
     def move(self, room: int, array: Any, head: bytes) -> bytes:
         """Send a head and an array that has room, and return the heads of all. Collective; `room` is equal on all ranks."""
@@ -121,9 +132,9 @@ class MessageExchange:
         if self._place is not None:
             self._place[...] = array
         if head:
-            self._sent[: self._head] = np.frombuffer(head, np.uint8)
-        self._comm.Allgather(self._sent, self._came)
-        return self._heads.tobytes()
+            self._sent.heads[0] = np.frombuffer(head, np.uint8)
+        self._comm.Allgather(self._sent.memory, self._came.memory)
+        return self._came.heads.tobytes()
 
 
 @final
@@ -144,22 +155,19 @@ class PartExchange:
 
     def __init__(self, group: ProcessGroup, head: int = 0) -> None:
         self._comm, self._size, self._head = group.topology.comm, group.topology.size, 8 * head
-        self._start, self.room = -(-8 * head // _LINE) * _LINE, -1
+        self.room = -1
 
     def open(self, room: int) -> None:
         """Make room for parts of some bytes, equal on all ranks."""
-        self.room, end = room, self._start + room
-        sent = np.zeros((self._size, -(-end // _LINE) * _LINE), np.uint8)
-        received = np.empty_like(sent)
-        self._sent, self._received = sent, received
-        self.heads, self._came_heads = (each[:, : self._head].view(np.int64) for each in (sent, received))
-        self.parts, self.came = (each[:, self._start : end] for each in (sent, received))
+        self.room = room
+        self._sent, self._came = _Rooms(self._size, self._head, room), _Rooms(self._size, self._head, room)
+        self.heads, self.parts, self.came = self._sent.heads.view(np.int64), self._sent.data, self._came.data
 
     def move(self) -> bytes:
         """Send the heads and parts, and return the heads from all ranks. Collective."""
-        if self._sent.size:
-            self._comm.Alltoall(self._sent, self._received)
-        return self._came_heads.tobytes()
+        if self._sent.memory.size:
+            self._comm.Alltoall(self._sent.memory, self._came.memory)
+        return self._came.heads.tobytes()
 
 
 def all_gather_into(group: ProcessGroup, call: Call, own: np.ndarray, rooms: Sequence[np.ndarray]) -> None:
@@ -173,29 +181,19 @@ def all_gather_into(group: ProcessGroup, call: Call, own: np.ndarray, rooms: Seq
         own: flat uint8 array with this rank's bytes.
         rooms: flat uint8 arrays, by rank, which receive them; of equal lengths on all ranks. None overlaps `own`.
     """
-
-    def write(buffer: np.ndarray, low: int, high: int) -> None:
-        piece = own[low:high]
-        buffer[: piece.size] = piece
-
-    def read(buffer: np.ndarray, rank: int, low: int, high: int) -> None:
-        piece = rooms[rank][low:high]
-        piece[:] = buffer[: piece.size]
-
-    size, largest = len(rooms), max(room.size for room in rooms)
+    largest = max(room.size for room in rooms)
     if group.num_nodes == 1:
-        _stage(group, call, largest, STAGING_BYTES, write, read)
+        _stage_gather(group, call, own, rooms, largest)
         return
-    step = min(_PIECE, _LARGE // size)
-    for low in range(0, largest, step):
-        pieces = [room[low : low + step] for room in rooms]
-        ends = np.cumsum([piece.size for piece in pieces])
+    for piece in _pieces(group, largest):
+        places = [room[piece] for room in rooms]
+        ends = np.cumsum([place.size for place in places])
         whole = np.empty(int(ends[-1]), np.uint8)
-        mine = pieces[group.topology.rank].size
-        whole[int(ends[group.topology.rank]) - mine :][:mine] = own[low : low + step]
-        gather_parts(group.topology.comm, whole, [piece.size for piece in pieces])
-        for piece, found in zip(pieces, np.split(whole, ends[:-1]), strict=True):
-            piece[:] = found
+        mine = places[group.topology.rank].size
+        whole[int(ends[group.topology.rank]) - mine :][:mine] = own[piece]
+        gather_parts(group.topology.comm, whole, [place.size for place in places])
+        for place, found in zip(places, np.split(whole, ends[:-1]), strict=True):
+            place[:] = found
 
 
 def broadcast_into(group: ProcessGroup, call: Call, flat: np.ndarray, root: int) -> None:
@@ -229,26 +227,16 @@ def gather_into(group: ProcessGroup, call: Call, own: np.ndarray, rooms: Sequenc
     """
     from mpi4py import MPI
 
-    comm, rank, size = group.topology.comm, group.topology.rank, group.topology.size
+    comm, rank = group.topology.comm, group.topology.rank
     if staged(group, own.size):
-
-        def write(buffer: np.ndarray, low: int, high: int) -> None:
-            buffer[: high - low] = own[low:high]
-
-        def read(buffer: np.ndarray, other: int, low: int, high: int) -> None:
-            if rank == root:
-                rooms[other][low:high] = buffer[: high - low]
-
-        _stage(group, call, own.size, STAGING_BYTES, write, read)
+        _stage_gather(group, call, own, rooms if rank == root else (), own.size)
         return
-    step = min(_PIECE, _LARGE // size)
-    for low in range(0, own.size, step):
-        piece = own[low : low + step]
+    for piece in _pieces(group, own.size):
         if rank != root:
-            comm.Gatherv([piece, MPI.BYTE], None, root)
+            comm.Gatherv([own[piece], MPI.BYTE], None, root)
             continue
-        places = [room[low : low + step] for room in rooms]
-        places[rank][:] = piece
+        places = [room[piece] for room in rooms]
+        places[rank][:] = own[piece]
         with _received(places) as memory:
             comm.Gatherv(MPI.IN_PLACE, [*memory, MPI.BYTE], root)
 
@@ -278,14 +266,12 @@ def scatter_into(group: ProcessGroup, call: Call, parts: Sequence[np.ndarray], o
 
         _stage(group, call, own.size, room, write, read)
         return
-    step = min(_PIECE, _LARGE // size)
-    for low in range(0, own.size, step):
-        place = own[low : low + step]
+    for piece in _pieces(group, own.size):
         if rank != root:
-            comm.Scatterv(None, [place, MPI.BYTE], root)
+            comm.Scatterv(None, [own[piece], MPI.BYTE], root)
             continue
-        pieces = [part[low : low + step] for part in parts]
-        place[:] = pieces[rank]
+        pieces = [part[piece] for part in parts]
+        own[piece] = pieces[rank]
         comm.Scatterv([*(_in_place(pieces) or _joined(pieces)), MPI.BYTE], MPI.IN_PLACE, root)
 
 
@@ -378,9 +364,8 @@ def _exchange_by_mpi(group: ProcessGroup, to: Sequence[np.ndarray], come: Sequen
 
     rank = group.topology.rank
     come[rank][:] = to[rank]
-    step = min(_PIECE, _LARGE // group.topology.size)
-    for low in range(0, largest, step):
-        pieces, places = ([part[low : low + step] for part in parts] for parts in (to, come))
+    for piece in _pieces(group, largest):
+        pieces, places = ([part[piece] for part in parts] for parts in (to, come))
         pieces[rank], places[rank] = pieces[rank][:0], places[rank][:0]
         sent = _in_place(pieces) or _joined(pieces)
         with _received(places) as received:
@@ -425,6 +410,28 @@ def _joined(pieces: Sequence[np.ndarray]) -> _Parts:
     """Return a copy of pieces of bytes, one after the other."""
     counts = [piece.size for piece in pieces]
     return np.concatenate(pieces), (counts, [0, *itertools.accumulate(counts[:-1])])
+
+
+def _pieces(group: ProcessGroup, nbytes: int) -> Iterator[slice]:
+    """Yield the pieces of a rank's bytes that MPI moves at a time."""
+    step = min(_PIECE, _LARGE // group.topology.size)
+    for low in range(0, nbytes, step):
+        yield slice(low, low + step)
+
+
+def _stage_gather(group: ProcessGroup, call: Call, own: np.ndarray, rooms: Sequence[np.ndarray], largest: int) -> None:
+    """Send every rank's bytes through the node's memory, into a room for each rank where there are any."""
+
+    def write(buffer: np.ndarray, low: int, high: int) -> None:
+        piece = own[low:high]
+        buffer[: piece.size] = piece
+
+    def read(buffer: np.ndarray, rank: int, low: int, high: int) -> None:
+        if rooms:
+            piece = rooms[rank][low:high]
+            piece[:] = buffer[: piece.size]
+
+    _stage(group, call, largest, STAGING_BYTES, write, read)
 
 
 def _stage(

@@ -26,9 +26,9 @@ from ..comm.exchange import exchange
 from ..comm.node import SMALL
 from ..comm.packing import Forms, forms_of, num_bytes, of_bytes, to_bytes
 from ..comm.process_group import ProcessGroup
-from .parts import Found, MessageReduction, PartsByMessage, PartsOnNode, Way, between
+from .parts import CutForm, Found, MessageReduction, PartsByMessage, PartsOnNode, Way, between, keep
 from .small import SmallReduction
-from .values import Leaves, beside, check_out, counted_axis, local_arrays, local_values
+from .values import Leaves, beside, check_out, counted_axis, local_arrays, local_values, row_size
 
 __all__ = [
     "all_to_all",
@@ -39,7 +39,6 @@ __all__ = [
     "small_reduce_scatter",
 ]
 
-_KEPT = 16  # combinations of lengths that are cached
 _FAILED = -1  # in place of a number of bytes
 _POOL = BufferPool(kept=2)
 
@@ -286,12 +285,11 @@ class SmallAllToAll:
     """
 
     def __init__(self, group: ProcessGroup, function: str, array: Any, axis: int, onto: int, equal: bool) -> None:
-        self._group, self._function, self._axis, self._onto = group, function, axis, onto
-        self._shape, self._dtype, self._equal = array.shape, array.dtype, equal
-        self._row = math.prod(array.shape[:axis] + array.shape[axis + 1 :])
+        self._group, self._function, self._onto = group, function, onto
+        self._form, self._equal = CutForm(array, axis), equal
         way: type[Way] = PartsOnNode if group.num_nodes == 1 else PartsByMessage
         self._way = way(group, array, axis, equal)
-        self._sent: dict[Hashable, list[int]] = {}
+        self._sent: dict[Hashable, tuple[int, ...]] = {}
 
     def __call__(self, array: np.ndarray, call: Call, splits: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return the parts of all ranks, and the length of each. Collective, inside one.
@@ -307,11 +305,9 @@ class SmallAllToAll:
                 key = splits.tobytes(), splits.dtype, splits.shape
             sent = self._sent.get(key)
             if sent is None:
-                lengths = _lengths(self._group.topology, self._function, [[array]], splits, [self._axis])
-                sent = lengths.reshape(-1).tolist()
-                if len(self._sent) >= _KEPT:
-                    self._sent.clear()
-                self._sent[key] = sent
+                lengths = _lengths(self._group.topology, self._function, [[array]], splits, [self._form.axis])
+                sent = tuple(lengths.reshape(-1).tolist())
+                keep(self._sent, key, sent)
         except Exception as error:
             failure = error  # the lengths, if ranks send any, report it to the others
         found = self._way.move(call, array, sent)
@@ -327,17 +323,15 @@ class SmallAllToAll:
         return self._by_messages(array, call, sent, found), found.came.copy()
 
     def _by_messages(self, array: np.ndarray, call: Call, sent: Sequence[int], found: Found) -> np.ndarray:
-        axis, shape, came = self._axis, self._shape, found.came.tolist()
-        array = np.asarray(array, self._dtype)  # in this machine's byte order, as the receivers expect
+        form, came = self._form, found.came.tolist()
+        array = np.asarray(array, form.dtype)  # in this machine's byte order, as the receivers expect
         cuts = itertools.pairwise(itertools.accumulate(sent, initial=0))
-        parts = [[np.ascontiguousarray(between(array, axis, *cut)).reshape(-1)] for cut in cuts]
-        expected = [[((length * self._row,), self._dtype)] for length in came]
+        parts = [[np.ascontiguousarray(between(array, form.axis, *cut)).reshape(-1)] for cut in cuts]
+        expected = [[((length * form.row // form.dtype.itemsize,), form.dtype)] for length in came]
         room, flats = _exchanged(self._group, call, parts, expected, found.largest)
-        if axis == 0 == self._onto:  # the parts are adjacent
-            return room.view(self._dtype).reshape(sum(came), *shape[1:])
-        arrays = [
-            flat[0].reshape(*shape[:axis], length, *shape[axis + 1 :]) for flat, length in zip(flats, came, strict=True)
-        ]
+        if form.axis == 0 == self._onto:  # the parts are adjacent
+            return form.part(room, sum(came))
+        arrays = [form.part(flat[0].view(np.uint8), length) for flat, length in zip(flats, came, strict=True)]
         return np.concatenate(arrays, axis=self._onto)
 
 
@@ -370,10 +364,7 @@ def _moved(
         with together(group.all_gather_text):
             if failure is not None:
                 raise failure
-    rows = [
-        math.prod(arrays[0].shape[:axis] + arrays[0].shape[axis + 1 :])
-        for arrays, axis in zip(leaves, axes, strict=True)
-    ]
+    rows = [row_size(arrays[0], axis) for arrays, axis in zip(leaves, axes, strict=True)]
     expected = [
         [((int(came[low:high, :, i].sum()) * rows[i],), arrays[0].dtype) for i, arrays in enumerate(leaves)]
         for low, high in ranks

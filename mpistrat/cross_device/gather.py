@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, final
@@ -20,7 +19,8 @@ from ..comm.exchange import MessageExchange, SmallExchange, gather_parts
 from ..comm.node import SMALL
 from ..comm.packing import Forms, num_bytes, of_bytes, to_bytes
 from ..comm.process_group import ProcessGroup
-from .values import beside, counted_axis, local_values
+from .parts import keep
+from .values import beside, counted_axis, local_values, row_size
 
 __all__ = ["Gather", "reduce_slices", "to_gather"]
 
@@ -28,7 +28,6 @@ _LARGE = 1 << 30  # bytes; above, the counts of one call might exceed MPI's limi
 _POOL = BufferPool(kept=2)
 _SMALL = 1 << 16  # bytes on all ranks; smaller arrays share one message, which costs a copy on either side
 _IN_ONE = 1 << 17  # bytes of all ranks that are sent between nodes together with their lengths
-_KEPT = 16  # combinations of lengths that are cached
 
 
 def to_gather(value: Any, group: ProcessGroup, function: str, path: str) -> list[Any]:
@@ -163,9 +162,7 @@ class Gather:
         found = self._found.get(heads)
         if found is None:
             found = self._look(np.frombuffer(heads, np.int64).reshape(self._group.topology.size, -1), room)
-            if len(self._found) >= _KEPT:
-                self._found.clear()
-            self._found[heads] = found
+            keep(self._found, heads, found)
         if self._numbers:
             self._group.gathered = (*self._group.gathered[1:], found.largest)
         return found, turn
@@ -235,7 +232,8 @@ class Gather:
                 for host, values in zip(hosts, leaves, strict=True)
             ]
         whole = [
-            sum(total) * _row(host, own) * host.itemsize for host, total, own in zip(hosts, totals, axes, strict=True)
+            sum(total) * row_size(host, own) * host.itemsize
+            for host, total, own in zip(hosts, totals, axes, strict=True)
         ]
         small = [index for index, nbytes in enumerate(whole) if nbytes <= _SMALL and len(leaves) > 1]
         joined: list[Any] = [None] * len(leaves)
@@ -289,14 +287,9 @@ def _mismatch(function: str, argument: str, shapes: list[str], hashes: list[int]
     )
 
 
-def _row(array: np.ndarray, axis: int) -> int:
-    """Return the number of elements at one index along the axis."""
-    return math.prod(array.shape[:axis] + array.shape[axis + 1 :])
-
-
 def _exchange(group: ProcessGroup, local: np.ndarray, axis: int, totals: Sequence[int]) -> np.ndarray:
     rest = local.shape[:axis] + local.shape[axis + 1 :]
-    row = _row(local, axis)
+    row = row_size(local, axis)
     ends = np.cumsum([total * row for total in totals]).tolist()
     flat = _POOL.empty(ends[-1], local.dtype)
     _all_gather(group, local.reshape(-1), flat, [0, *ends])

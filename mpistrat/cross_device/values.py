@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ __all__ = [
     "on_destination",
     "reduced_already",
     "reducible_values",
+    "row_size",
 ]
 
 _IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)  # reductions of equal values to the value itself
@@ -211,6 +213,11 @@ _POOL = BufferPool(kept=2)
 _SMALL = 1 << 16  # bytes; smaller arrays share one message, which costs a copy on either side
 
 # broadcast
+
+
+def row_size(array: Any, axis: int) -> int:
+    """Return the number of elements at one index along an axis."""
+    return math.prod(array.shape[:axis] + array.shape[axis + 1 :])
 
 
 def check_root(root: int, group: ProcessGroup, function: str) -> None:

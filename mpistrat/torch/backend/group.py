@@ -551,15 +551,19 @@ class MpiProcessGroup(dist.ProcessGroup):
         wide = flat.to(_WIDER.get(flat.dtype, flat.dtype))
         direct = output.is_contiguous() and output.dtype == wide.dtype and not is_on_gpu(output)
         mine = output.detach() if direct else torch.empty(output.shape, dtype=wide.dtype)
-        options = CommunicationOptions(timeout_seconds=seconds)
-        leaves, outs = _leaves(function, array_of(wide), flat.dtype, name), [array_of(mine.view(-1))]
-        how, key = _REDUCTIONS[name], (function, name, flat.dtype, wide.numel(), seconds)
-        small: Any = self._ops.plans.get(key)
-        if small is None:
-            small = small_reduce_scatter(self._ranks, leaves, how, 0, options, True)
-            if small is not None:
-                self._ops.keep_plan(key, *small)
-        reduce_scatter(self._ranks, leaves, how, 0, options, outs, True, small)
+        array, out = array_of(wide), array_of(mine.view(-1))
+        how, key = _REDUCTIONS[name], (function, name, flat.dtype, array.size, seconds)
+        plan: Any = self._ops.plans.get(key)
+        if plan is None:
+            options, leaves = CommunicationOptions(timeout_seconds=seconds), _leaves(function, array, flat.dtype, name)
+            plan = small_reduce_scatter(self._ranks, leaves, how, 0, options, True)
+            if plan is None:
+                reduce_scatter(self._ranks, leaves, how, 0, options, [out], True, None)
+            else:
+                self._ops.keep_plan(key, *plan)
+        if plan is not None:
+            with plan[0] as call:
+                out[...] = plan[1](array, call)
         if name == "AVG":
             self._averaged(mine)
         copy_back(mine, output)
