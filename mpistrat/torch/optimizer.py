@@ -23,7 +23,7 @@ from ..strategy.loss import summed_replicas
 from ..variables import Variable
 from ..variables.sharded import each_variable
 from .closure import step_with_closure
-from .counted_loss import LossCount
+from .loss_count import LossCount
 from .module import TorchLink, check_parameters, link_of
 from .rule import StepsTaken, TorchRule, is_elementwise, slots_of
 from .tensors import array_of, tensor_of

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, final
 
@@ -293,6 +294,7 @@ class _Transfer(OperationWork):
         super().__init__(what, tensors)
         self._transfers, self._peers, self._seconds, self._line = transfers, peers, seconds, line
         self._testing, self.over = threading.Lock(), False
+        self._thread: threading.Thread | None = None  # waits for the sake of the future
 
     def _arrived(self) -> bool:
         raise NotImplementedError
@@ -323,18 +325,21 @@ class _Transfer(OperationWork):
         return True
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        seconds = seconds_of(timeout) or self._seconds
+        self._wait(seconds_of(timeout) or self._seconds, lambda: True)
+        return super().wait()
+
+    def _wait(self, seconds: float, wanted: Callable[[], bool]) -> None:
+        """Wait until the transfer has ended, or is no longer wanted."""
         if not self._test():
             patience = PeerWait(self._transfers.ranks, self.what, self._peers, seconds=seconds)
             try:
-                while not self._test():
+                while not self._test() and wanted():
                     patience.pause()
             except PeerExitError as error:  # its last messages may be on the way
                 if not wait_until(self._test, _LAST_MESSAGES):
                     raise self._lost(error) from None
             except Exception as error:
                 raise self._lost(error) from None
-        return super().wait()
 
     def _lost(self, error: Exception) -> Exception:
         return torch_error(error, self._line)
@@ -345,12 +350,20 @@ class _Transfer(OperationWork):
     def get_future(self) -> Future[Any]:
         future = super().get_future()
         if not self._test():
-            threading.Thread(target=self._wait_for_future, name="mpistrat transfer", daemon=True).start()
+            self._thread = threading.Thread(target=self._wait_for_future, name="mpistrat transfer", daemon=True)
+            self._thread.start()
+            end_at_exit(self)
         return future
 
+    def stop(self) -> threading.Thread | None:
+        """Tell the thread that waits for the future to end, and return it, if it was started."""
+        thread, self._thread = self._thread, None
+        return thread
+
     def _wait_for_future(self) -> None:
+        own = threading.current_thread()
         try:
-            self.wait()
+            self._wait(self._seconds, lambda: self._thread is own)
         except Exception as error:
             if not self._event.is_set():
                 self.finish(error)

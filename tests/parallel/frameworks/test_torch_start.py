@@ -423,6 +423,29 @@ def without_variables(words, **more):
     return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100)
 
 
+LOADED = """
+import sys
+import torch, torch.distributed as dist
+dist.init_process_group("mpi")
+dist.all_reduce(torch.ones(1))
+unused = "torch._dynamo", "mpistrat.torch.module", "mpistrat.data", "mpistrat.optimizers"
+late = [name for name in unused if name in sys.modules]
+dist.destroy_process_group()
+import importlib, pkgutil, types
+import mpistrat.torch as front
+for part in pkgutil.iter_modules(front.__path__):
+    importlib.import_module("mpistrat.torch." + part.name)
+hidden = [name for name in front.__all__ if isinstance(getattr(front, name), types.ModuleType)]
+print(late, hidden, set(front.__all__) - set(dir(front)))
+"""
+
+
+def test_a_process_group_loads_no_compiler_and_no_strategy(mpi_run):
+    """torch._dynamo takes a second. What is imported when first used must not be hidden by a module of its name."""
+    ended = mpi_run(LOADED, 1, timeout=100)
+    assert ended.out[0].split("\n") == ["[] [] set()", ""], str(ended)
+
+
 @pytest.mark.parametrize("backend", ["gloo", *NAMES_OF_OURS])
 def test_a_program_without_a_word_of_this_package(mpi, tmp_path, backend):
     """On an empty environment: the gradient is the mean of 2 x 0 and 2 x 1."""

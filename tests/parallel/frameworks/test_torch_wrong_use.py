@@ -61,7 +61,7 @@ def test_what_cannot_be_distributed_is_refused():
 def test_a_module_on_another_device_is_named():
     from torch._subclasses.fake_tensor import FakeTensorMode  # what says that it is on a GPU, without one
 
-    from mpistrat.torch.distribute import check_tensors
+    from mpistrat.torch.distribute_model import check_tensors
 
     module = torch.nn.Module()
     with FakeTensorMode():
