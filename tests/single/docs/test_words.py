@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.house_rules import files, forget, nodes
+
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES += sorted((ROOT / "docs").rglob("*.ipynb"))
@@ -50,26 +52,42 @@ _EMPTY = frozenset(
 )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forgotten():
+    yield
+    for cached in (_nodes, _texts):
+        cached.cache_clear()
+    forget()
+
+
 @functools.cache
-def _trees() -> dict[str, ast.Module]:
-    files = sorted((ROOT / "mpistrat").rglob("*.py"))
-    return {str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in files}
+def _nodes() -> dict[str, tuple[ast.AST, ...]]:
+    """Return the nodes of each file of the package, by its name."""
+    return {str(path.relative_to(ROOT)): nodes(path) for path in files()}
 
 
-def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+def _docstrings(found: tuple[ast.AST, ...]) -> Iterator[tuple[int, str]]:
+    for node in found:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             text = ast.get_docstring(node)
             if text:
                 yield getattr(node, "lineno", 1), text
 
 
-def _texts() -> Iterator[tuple[str, int, str]]:
+@functools.cache
+def _texts() -> tuple[tuple[str, int, str], ...]:
     """Return each text of the package that has a space in it, and each line of a page outside of code."""
-    for name, tree in _trees().items():
-        for node in ast.walk(tree):
+    return (*_texts_of_files(), *_lines_of_pages())
+
+
+def _texts_of_files() -> Iterator[tuple[str, int, str]]:
+    for name, found in _nodes().items():
+        for node in found:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
                 yield name, node.lineno, " ".join(node.value.split())
+
+
+def _lines_of_pages() -> Iterator[tuple[str, int, str]]:
     for page in PAGES:
         prose = re.sub(
             r"```.*?```", lambda block: "\n" * block[0].count("\n"), page.read_text(encoding="utf-8"), flags=re.S
@@ -90,8 +108,8 @@ def _found(phrase: str) -> list[str]:
 def test_no_docstring_begins_with_a_question_word():
     found = [
         f"{name}:{line}: {text.splitlines()[0]}"
-        for name, tree in _trees().items()
-        for line, text in _docstrings(tree)
+        for name, found in _nodes().items()
+        for line, text in _docstrings(found)
         if re.match(r"(What|Whether|How|Which|Who|Where|That)\b", text)
     ]
     assert not found, "write an imperative verb, or a noun phrase:\n" + "\n".join(found)
@@ -110,9 +128,9 @@ def test_exceptions_are_few_and_needed():
     assert not EXCEPTIONS.keys() - needed
 
 
-def _gots(tree: ast.Module) -> Iterator[tuple[int, object]]:
+def _gots(found: tuple[ast.AST, ...]) -> Iterator[tuple[int, object]]:
     """Return the constants that become `got` of an error: an argument, or an assignment of that name."""
-    for node in ast.walk(tree):
+    for node in found:
         if isinstance(node, ast.Call):
             yield from (
                 (k.value.lineno, k.value.value)
@@ -133,6 +151,9 @@ def _gots(tree: ast.Module) -> Iterator[tuple[int, object]]:
 
 def test_errors_say_what_they_got():
     found = [
-        f"{name}:{line}: got {got!r}" for name, tree in _trees().items() for line, got in _gots(tree) if got in _EMPTY
+        f"{name}:{line}: got {got!r}"
+        for name, nodes_of in _nodes().items()
+        for line, got in _gots(nodes_of)
+        if got in _EMPTY
     ]
     assert not found, "name the value:\n" + "\n".join(found)
