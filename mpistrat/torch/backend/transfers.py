@@ -64,17 +64,21 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 class _Memory:
     """The memory of a tensor, for NumPy. `Tensor.numpy` would fix the tensor's size, which FSDP changes."""
 
-    def __init__(self, tensor: torch.Tensor, dtype: np.dtype[Any]) -> None:
+    def __init__(self, tensor: torch.Tensor, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         self._tensor = tensor  # which must live as long as arrays of this memory
         self.__array_interface__ = {
-            "data": (tensor.data_ptr(), False), "shape": tuple(tensor.shape), "typestr": dtype.str, "version": 3,
+            "data": (tensor.data_ptr(), False), "shape": shape, "typestr": dtype.str, "version": 3
         }  # fmt: skip
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:
     """Return the memory of a contiguous tensor as an array of its shape. Its dtype is one that NumPy has."""
-    dtype = _numpy_dtype(tensor.dtype)
-    return np.asarray(_Memory(tensor, dtype)) if tensor.numel() else np.empty(tensor.shape, dtype)
+    return _memory_of(tensor, tuple(tensor.shape), _numpy_dtype(tensor.dtype))
+
+
+def _memory_of(tensor: torch.Tensor, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    # By its address: a tensor with one element in an axis is contiguous with any stride there, which no view could keep.
+    return np.asarray(_Memory(tensor, shape, dtype)) if tensor.numel() else np.empty(shape, dtype)
 
 
 @functools.cache
@@ -90,7 +94,7 @@ def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 def bytes_of(flat: torch.Tensor) -> np.ndarray:
     """Return the memory of a contiguous tensor as a flat uint8 array."""
-    return array_of(flat.reshape(-1).view(torch.uint8))
+    return _memory_of(flat, (flat.numel() * flat.element_size(),), np.dtype(np.uint8))
 
 
 def copy_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:
