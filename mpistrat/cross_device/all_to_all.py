@@ -305,7 +305,9 @@ class SmallAllToAll:
                 key = splits.tobytes(), splits.dtype, splits.shape
             sent = self._sent.get(key)
             if sent is None:
-                lengths = _lengths(self._group.topology, self._function, [[array]], splits, [self._form.axis])
+                lengths = _lengths(
+                    self._group.topology, self._function, [[array]], splits, [self._form.axis], self._equal
+                )
                 sent = tuple(lengths.reshape(-1).tolist())
                 keep(self._sent, key, sent)
         except Exception as error:
@@ -351,7 +353,7 @@ def _moved(
     topology, failure = group.topology, None
     ranks = _replicas_of_ranks(topology)
     try:
-        sent = _lengths(topology, function, leaves, splits, axes)
+        sent = _lengths(topology, function, leaves, splits, axes, equal)
         parts = [[_part(arrays, sent[:, :, i], axes[i], *ends) for i, arrays in enumerate(leaves)] for ends in ranks]
         largest = max(num_bytes(forms_of(part)) for part in parts)
     except Exception as error:  # their lengths report it to the others
@@ -401,7 +403,7 @@ def _form(arrays: Sequence[Any], axis: int | None, function: str) -> tuple[str, 
 
 
 def _lengths(
-    topology: Topology, function: str, leaves: Sequence[Sequence[Any]], splits: Any, axes: Sequence[int]
+    topology: Topology, function: str, leaves: Sequence[Sequence[Any]], splits: Any, axes: Sequence[int], equal: bool
 ) -> np.ndarray:
     """Return the lengths that each local replica sends to each replica of each leaf: int64 (local replicas, replicas, leaves).
 
@@ -416,7 +418,8 @@ def _lengths(
         for index, array in enumerate(arrays):
             length = array.shape[axis]
             if given is None:
-                check_divided(array, axis, replicas, function, "Give splits, one length for each replica")
+                remedy = "Pad the array there" if equal else "Give splits, one length for each replica"
+                check_divided(array, axis, replicas, function, remedy)
                 found[index, :, leaf] = length // replicas
                 continue
             own = given[index]

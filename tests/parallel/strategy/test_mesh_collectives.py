@@ -148,6 +148,8 @@ def test_wrong_use(mesh):
         mesh.shard(np.zeros(3), axis=0, mesh_axis="model")
     with pytest.raises(ValueError, match=r"Mesh\.reshard: new: expected another dimension than old, got 1"):
         mesh.reshard(np.zeros((4, 4)), old=1, new=1, mesh_axis="model")
+    with pytest.raises(ValueError, match=r"Mesh\.reshard: .* got 3\. Pad the array there"):  # it takes no splits
+        mesh.reshard(np.zeros((2, 3)), old=0, new=1, mesh_axis="model")
     with pytest.raises(ValueError, match="0 <= root < 2"):
         mesh.broadcast(np.zeros(2), root=2, mesh_axis="model")
     with pytest.raises(TypeError):
