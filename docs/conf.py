@@ -21,7 +21,15 @@ version = release = mpistrat.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
 extensions += ["sphinx_copybutton", "sphinx_design"]
-extensions += ["api", "collapsed", "collective", "empty_columns", "long_names", "public_names"]  # docs/_ext
+extensions += [
+    "api",
+    "attributes",
+    "collapsed",
+    "collective",
+    "empty_columns",
+    "long_names",
+    "public_names",
+]  # docs/_ext
 extensions += ["repository_links", "site_pages"]
 exclude_patterns = ["_build"]
 
@@ -57,6 +65,7 @@ html_theme = "furo"
 html_title = f"mpistrat {version}"
 html_static_path = ["_static"]
 html_css_files = ["mpistrat.css"]
+html_favicon = "_static/favicon.svg"
 html_search_scorer = str(Path(__file__).parent / "_ext" / "search_order.js")
 html_copy_source = False
 html_show_sphinx = False

@@ -3,6 +3,7 @@
 Each line is a public name of mpistrat, as in `ms.NAME`, perhaps with options of autodoc behind it: `Variable inherited-members`.
 `members=a,b` shows these alone, `no-members` none. A signature may follow a name, ` -- text` a
 constant, which has no docstring. `MODULE.*` stands for the names of a module that are no other spellings and not at the top.
+A name of something that an earlier line documents is another spelling, and refers to it.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ import enum
 import inspect
 import re
 from operator import attrgetter
+from typing import NamedTuple
 
 from docutils import nodes
 from docutils.statemachine import StringList
 from listed import expanded
 from public_names import PUBLIC, public_objects
+from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.domains.python import PyObject
 from sphinx.util.docutils import SphinxDirective
 
 import mpistrat
 
+FIELD = type(NamedTuple("Pair", [("first", int)]).first)  # type: ignore[attr-defined]
 LINE = re.compile(r"(?P<name>[\w.]+)(?P<signature>\(.*\))?(?P<options>(?: [\w=,-]+)*?)(?: -- (?P<text>.*))?")
 
 
@@ -60,11 +64,32 @@ class Api(SphinxDirective):
             raise self.error("expected lines such as: NAME, NAME option, NAME(signature), NAME -- text")
         matches = [match for match in found if match]
         lines = [".. autosummary::", "   :nosignatures:", ""]
-        lines += [f"   ~mpistrat.{match['name']}" for match in matches if not match["text"]]
-        lines.append("")
+        firsts: dict[int, str] = {}
+        entries: list[str] = []
         for match in matches:
-            lines += entry(match["name"], match["signature"] or "", match["options"].split(), match["text"] or "")
-        return parse(self, lines)
+            name, text = match["name"], match["text"] or ""
+            first = name if text else firsts.setdefault(id(attrgetter(name)(mpistrat)), name)
+            if first != name:
+                text = f"Another spelling of :py:obj:`mpistrat.{first}`."
+                entries += [f".. py:data:: mpistrat.{name}", "", f"   {text}", ""]
+                continue
+            entries += entry(name, match["signature"] or "", match["options"].split(), text)
+            if not text:
+                lines.append(f"   ~mpistrat.{name}")
+        found_nodes = parse(self, [*lines, "", *entries])
+        name_modules(found_nodes)
+        return found_nodes
+
+
+def name_modules(found: list[nodes.Node]) -> None:
+    """Write `torch.distribute` in the table of names, rather than `distribute`: functions of several modules share names."""
+    for row in (row for node in found for row in node.findall(nodes.row)):
+        link = next(row.children[0].findall(pending_xref), None)
+        target = link["reftarget"].removeprefix("mpistrat.") if link else ""
+        if link and "." in target and not target.rpartition(".")[2][0].isupper():
+            for text in link.findall(nodes.Text):
+                text.parent.replace(text, nodes.Text(target))
+                break
 
 
 class OtherNames(SphinxDirective):
@@ -90,8 +115,10 @@ def parse(directive: SphinxDirective, lines: list[str]) -> list[nodes.Node]:
 
 
 def skip_aliases(app: Sphinx, what: str, name: str, thing: object, skip: bool, options: object) -> bool | None:
-    """Leave TensorFlow's other spellings of methods out: names.md has them."""
-    return True if inspect.isroutine(thing) and getattr(thing, "__name__", name) != name else None
+    """Leave out TensorFlow's other spellings of methods, which names.md has, and the fields of named tuples."""
+    if inspect.isroutine(thing):
+        return True if getattr(thing, "__name__", name) != name else None
+    return True if isinstance(thing, FIELD) else None
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -48,7 +48,7 @@ class CollectiveCalls(SphinxDirective):
             if match is None or (home, thing) in seen:
                 continue
             seen.add((home, thing))
-            words = match[1].strip(" ,;") or "yes"
+            words = match[1].strip(" ,;:") or "yes"
             rows += [f"   * - :py:obj:`{name.removeprefix('mpistrat.')} <{name}>`", f"     - {words}"]
         return parse(self, rows)
 
@@ -68,6 +68,8 @@ def calls() -> list[tuple[str, Any]]:
     """Every public function, class and method, each once, under the name of the class that defines it."""
     found: list[tuple[str, Any]] = []
     for name, thing in public_objects():
+        if getattr(thing, "__name__", "") != name.rpartition(".")[2]:
+            continue  # another spelling
         if inspect.isroutine(thing):
             found.append((name, thing))
         elif inspect.isclass(thing) and not issubclass(thing, (enum.Enum, BaseException)):

@@ -33,7 +33,7 @@ def rewrite(app: Sphinx, page: str, text: list[str]) -> None:
             return match[0]  # Sphinx warns
         if REPOSITORY:
             return f"[{words}]({REPOSITORY.rstrip('/')}/{path}{anchor or ''})"
-        return words if words == path else f"{words} (`{path}`)"
+        return f"`{path}`" if words.strip("/") in path else f"{words} (`{path}`)"
 
     text[0] = LINK.sub(replace, text[0])
 

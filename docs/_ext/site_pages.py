@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from sphinx.application import Sphinx  # tests read this file without Sphinx
 
 MARK = re.compile(r"^<!-- site: ([\w-]+) -->$", re.MULTILINE)
+NOTE = re.compile(r" The built documentation fills this page in from\s+the profile\.")  # for readers of the source
 QUEUE = {"slurm": "squeue --me", "pbs": 'qstat -u "$USER"', "lsf": "bjobs", "flux": "flux jobs"}
 LOG = {"slurm": "train-*.out", "pbs": "train.o*", "lsf": "train-*.out", "flux": "train-*.out"}
 TRIED = {
@@ -90,7 +91,8 @@ def shown(value: object) -> str:
 
 def fill(app: Sphinx, name: str, text: list[str]) -> None:
     """Put the page of a site where its mark is."""
-    text[0] = MARK.sub(lambda match: page(match[1]), text[0])
+    if MARK.search(text[0]):
+        text[0] = MARK.sub(lambda match: page(match[1]), NOTE.sub("", text[0], count=1))
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

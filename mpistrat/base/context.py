@@ -291,7 +291,7 @@ def cache_variable_reads() -> Iterator[None]:
 
     Example:
         >>> with ms.cache_variable_reads():      # doctest: +SKIP
-        ...     for batch in batches:            # ten steps with the values read by the first one
+        ...     for batch in batches:  # all use the values that the first reads
         ...         strategy.run(step, args=(batch,))
 
     Source: tensorflow/python/distribute/distribute_utils.py, cache_variable_reads.

@@ -414,7 +414,8 @@ def global_batch_size(element: Any = None) -> int | None:
         ValueError: `element` is not from a distributed dataset.
 
     Example:
-        >>> data = ms.get_strategy().distribute_dataset(ms.data.from_arrays(np.arange(5)).batch(4))
+        >>> rows = ms.data.from_arrays(np.arange(5)).batch(4)
+        >>> data = ms.get_strategy().distribute_dataset(rows)
         >>> [ms.context.global_batch_size(batch) for batch in list(data)]
         [4, 1]
     """

@@ -69,7 +69,8 @@ class CommunicationOptions:
         """Return these options with every field that the other one sets.
 
         Example:
-            >>> CommunicationOptions(bytes_per_pack=8).merge(CommunicationOptions(bytes_per_pack=0)).bytes_per_pack
+            >>> options = CommunicationOptions(bytes_per_pack=8)
+            >>> options.merge(CommunicationOptions(bytes_per_pack=0)).bytes_per_pack
             0
         """
         if override is None:

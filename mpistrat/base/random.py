@@ -33,8 +33,10 @@ def rng(*, seed: int, step: int = 0, sample: int | None = None, replica: int | N
 
     Example:
         >>> a = rng(seed=1, step=3, sample=42).random()
-        >>> a == rng(seed=1, step=3, sample=42).random(), a == rng(seed=1, step=3, sample=43).random()
-        (True, False)
+        >>> a == rng(seed=1, step=3, sample=42).random()
+        True
+        >>> a == rng(seed=1, step=3, sample=43).random()
+        False
     """
     if sample is not None and replica is not None:
         raise ValueError("rng: expected a sample or a replica, got both")

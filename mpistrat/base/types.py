@@ -106,7 +106,8 @@ class IndexedSlices:
             ValueError: dense_shape is unknown.
 
         Example:
-            >>> IndexedSlices(np.ones((2, 1)), np.array([2, 2]), (3, 1)).to_dense().ravel().tolist()
+            >>> slices = IndexedSlices(np.ones((2, 1)), np.array([2, 2]), (3, 1))
+            >>> slices.to_dense().ravel().tolist()
             [0.0, 0.0, 2.0]
         """
         if self.dense_shape is None:

@@ -28,7 +28,10 @@ class ClusterSpec:
         ClusterError: `cluster` has another form.
 
     Example:
-        >>> spec = ClusterSpec({"worker": {1: "worker1.example.com:2222"}, "ps": ["ps0.example.com:2222"]})
+        >>> spec = ClusterSpec({
+        ...     "worker": {1: "worker1.example.com:2222"},
+        ...     "ps": ["ps0.example.com:2222"],
+        ... })
         >>> spec.jobs, spec.num_tasks("worker"), spec.task_indices("worker")
         (['worker', 'ps'], 1, [1])
         >>> spec.task_address("ps", 0)
@@ -68,7 +71,7 @@ class ClusterSpec:
         return list(self._jobs)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return job → list of addresses, or → dict if the task indices are not 0, 1, 2, …; {} for no task."""
+        """Return the addresses of each job: a list, or a dict by task index if these are not 0, 1, 2, …; {} without a task."""
         return {
             job: self.job_tasks(job) if tasks and max(tasks) + 1 == len(tasks) else dict(sorted(tasks.items()))
             for job, tasks in self._jobs.items()

@@ -280,7 +280,9 @@ class Dataset:
         """Set options of the whole dataset. They override earlier ones.
 
         Example:
-            >>> ms.data.from_arrays(np.arange(4)).with_options(ms.data.Options("off")).options().auto_shard_policy.name
+            >>> dataset = ms.data.from_arrays(np.arange(4))
+            >>> dataset = dataset.with_options(ms.data.Options("off"))
+            >>> dataset.options().auto_shard_policy.name
             'OFF'
         """
         given: object = options
@@ -320,7 +322,8 @@ class Dataset:
             ValueError: for a dataset without an end, and for a state unlike the first.
 
         Example:
-            >>> int(ms.data.Dataset.range(5).reduce(np.int64(0), lambda state, x: state + x))
+            >>> dataset = ms.data.Dataset.range(5)
+            >>> int(dataset.reduce(np.int64(0), lambda state, x: state + x))
             10
         """
         check_callable("Dataset.reduce", "reduce_func", reduce_func)
@@ -504,9 +507,11 @@ class Dataset:
             ValueError: for an empty list, and while reading for an index out of range.
 
         Example:
-            >>> tens, ones = ms.data.from_arrays(np.arange(10, 16)), ms.data.from_arrays(np.arange(2))
+            >>> tens = ms.data.from_arrays(np.arange(10, 16))
+            >>> ones = ms.data.from_arrays(np.arange(2))
             >>> choices = ms.data.from_arrays(np.array([0, 1, 0, 0, 1]))
-            >>> [int(x) for x in ms.data.Dataset.choose_from_datasets([tens, ones], choices)]
+            >>> chosen = ms.data.Dataset.choose_from_datasets([tens, ones], choices)
+            >>> [int(x) for x in chosen]
             [10, 0, 11, 12, 1]
         """
         (choices,) = _nodes("choose_from_datasets", [choice_dataset])

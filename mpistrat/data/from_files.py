@@ -49,8 +49,10 @@ def from_groups(
         ...     path = pathlib.Path(folder, "episodes.hdf5")
         ...     with h5py.File(path, "w") as file:
         ...         for number, steps in enumerate([2, 3]):
-        ...             file[f"data/demo_{number}/actions"] = np.full((steps, 1), number)
-        ...     from_groups(path, "actions", within="data").padded_batch(2).peek().tolist()
+        ...             name = f"data/demo_{number}/actions"
+        ...             file[name] = np.full((steps, 1), number)
+        ...     episodes = from_groups(path, "actions", within="data")
+        ...     episodes.padded_batch(2).peek().tolist()
         [[[0], [0], [0]], [[1], [1], [1]]]
     """
     samples = GroupSamples(files, fields, within)
@@ -126,7 +128,8 @@ def from_tar(
         ...         for number, word in enumerate(["one", "two", "three"]):
         ...             add(archive, f"{number}.txt", word.encode())
         ...             add(archive, f"{number}.cls", str(len(word)).encode())
-        ...     [(str(text), int(label)) for text, label in from_tar(path, ("txt", "cls"))]
+        ...     words = from_tar(path, ("txt", "cls"))
+        ...     [(str(text), int(label)) for text, label in words]
         [('one', 3), ('two', 3), ('three', 5)]
     """
     return Dataset(samples_of_files(TarSamples(files, fields, decode), workers, processes, element_spec))
@@ -164,7 +167,8 @@ def from_tfrecord(
         >>> with tempfile.NamedTemporaryFile(suffix=".tfrecord") as file:
         ...     _ = file.write(b"no record")
         ...     file.flush()
-        ...     dataset = from_tfrecord(file.name, {"label": ms.data.ArraySpec((), "int64")})
+        ...     features = {"label": ms.data.ArraySpec((), "int64")}
+        ...     dataset = from_tfrecord(file.name, features)
         Traceback (most recent call last):
             ...
         mpistrat.errors.ShardError: from_tfrecord: ...: expected a record at byte 0, got 9 bytes, then the end. ...

@@ -32,7 +32,8 @@ def from_arrays(arrays: Any, *, copy: bool = False) -> Dataset:
         ValueError: for a scalar, different lengths, rows of different dtypes, and an empty nest.
 
     Example:
-        >>> dataset = from_arrays({"x": np.arange(6.0).reshape(3, 2), "y": np.array([7, 8, 9])}).batch(2)
+        >>> rows = {"x": np.arange(6.0).reshape(3, 2), "y": np.array([7, 8, 9])}
+        >>> dataset = from_arrays(rows).batch(2)
         >>> [batch["y"].tolist() for batch in dataset]
         [[7, 8], [9]]
     """
@@ -174,7 +175,8 @@ def sample_from_datasets(
         ValueError: for invalid weights.
 
     Example:
-        >>> tens, ones = ms.data.from_arrays(np.arange(10, 16)), ms.data.from_arrays(np.arange(2))
+        >>> tens = ms.data.from_arrays(np.arange(10, 16))
+        >>> ones = ms.data.from_arrays(np.arange(2))
         >>> both = sample_from_datasets([tens, ones], [0.75, 0.25], seed=1)
         >>> sorted(int(x) for x in both)
         [0, 1, 10, 11, 12, 13, 14, 15]

@@ -154,7 +154,8 @@ class InputOptions:
         ValueError: for a negative buffer size, and for place_dataset_on_device=True.
 
     Example:
-        >>> InputOptions(experimental_per_replica_buffer_size=2).per_replica_buffer_size
+        >>> options = InputOptions(experimental_per_replica_buffer_size=2)
+        >>> options.per_replica_buffer_size
         2
     """
 

@@ -44,7 +44,9 @@ def train_and_evaluate(
 
     Example:
         >>> ms.estimator.train_and_evaluate(  # doctest: +SKIP
-        ...     estimator, ms.estimator.TrainSpec(train_input, max_steps=10_000), ms.estimator.EvalSpec(test_input)
+        ...     estimator,
+        ...     ms.estimator.TrainSpec(train_input, max_steps=10_000),
+        ...     ms.estimator.EvalSpec(test_input),
         ... )
 
     Source: https://www.tensorflow.org/api_docs/python/tf/estimator/train_and_evaluate.

@@ -54,7 +54,8 @@ class LossScaleOptimizer:
     Source: keras.optimizers.LossScaleOptimizer of Keras 3; Micikevicius et al., https://arxiv.org/abs/1710.03740.
 
     Example:
-        >>> optimizer = ms.optimizers.LossScaleOptimizer(ms.optimizers.SGD(0.1), initial_scale=8.0)
+        >>> optimizer = ms.optimizers.SGD(0.1)
+        >>> optimizer = ms.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0)
         >>> float(optimizer.scale_loss(0.5))
         4.0
     """

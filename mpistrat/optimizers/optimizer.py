@@ -477,7 +477,8 @@ class Optimizer(UpdateRule, metaclass=_Counted):
             TypeError: an argument that the class does not have.
 
         Example:
-            >>> ms.optimizers.Adam.from_config({"learning_rate": 0.25, "beta_1": 0.5}).learning_rate
+            >>> config = {"learning_rate": 0.25, "beta_1": 0.5}
+            >>> ms.optimizers.Adam.from_config(config).learning_rate
             0.25
         """
         return made_from(cls, config, custom_objects)

@@ -64,7 +64,8 @@ class LearningRateSchedule(ABC):
         """Return the schedule whose `get_config` returned `config`. Local. A schedule's `name`, which Keras has, is ignored.
 
         Example:
-            >>> CosineDecay.from_config({"initial_learning_rate": 0.1, "decay_steps": 10, "name": "CosineDecay"})(10)
+            >>> config = {"initial_learning_rate": 0.1, "decay_steps": 10}
+            >>> CosineDecay.from_config({**config, "name": "CosineDecay"})(10)
             0.0
         """
         named = "name" in inspect.signature(cls).parameters
@@ -128,7 +129,8 @@ class PiecewiseConstantDecay(LearningRateSchedule):
         TypeError: one of them is not a number.
 
     Example:
-        >>> [PiecewiseConstantDecay([10, 20], [1.0, 0.5, 0.1])(step) for step in (10, 11, 20, 21)]
+        >>> rate = PiecewiseConstantDecay([10, 20], [1.0, 0.5, 0.1])
+        >>> [rate(step) for step in (10, 11, 20, 21)]
         [1.0, 0.5, 0.5, 0.1]
     """
 

@@ -218,7 +218,8 @@ class FunctionScheduler(ABC):
 
         Example:
             >>> def make():                                               # doctest: +SKIP
-            ...     data = ms.data.from_arrays(x, y).shuffle(seed=ms.coordinator.get_current_worker_index())
+            ...     seed = ms.coordinator.get_current_worker_index()
+            ...     data = ms.data.from_arrays((x, y)).shuffle(seed=seed)
             ...     return data.repeat().batch(32)
             >>> iterator = iter(coordinator.create_per_worker_dataset(make))    # doctest: +SKIP
         """

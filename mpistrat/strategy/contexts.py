@@ -185,7 +185,8 @@ class ReplicaContext:
         Example:
             >>> def step():  # with 4 replicas
             ...     ctx = ms.get_replica_context()
-            ...     return ctx.all_reduce("SUM", ctx.replica_id_in_sync_group)  # 0 + 1 + 2 + 3 = 6
+            ...     # 0 + 1 + 2 + 3 = 6
+            ...     return ctx.all_reduce("SUM", ctx.replica_id_in_sync_group)
         """
         op = ReduceOp.parse(reduce_op, "ReplicaContext.all_reduce")
         return self._together(_ALL_REDUCE[op], partial(self._collectives.all_reduce, op, options=options), value)
@@ -228,7 +229,7 @@ class ReplicaContext:
             TypeError: values that cannot be reduced.
 
         Example:
-            >>> def step():  # with 2 replicas: [0, 2, 4] on the first, [6, 8] on the second
+            >>> def step():  # [0, 2, 4] on the first of 2 replicas, [6, 8] on the second
             ...     return ms.get_replica_context().reduce_scatter("SUM", np.arange(5))
         """
         op = ReduceOp.parse(reduce_op, "ReplicaContext.reduce_scatter")
@@ -250,7 +251,7 @@ class ReplicaContext:
             axis: from 0, or from the end if it is negative.
 
         Returns:
-            The parts concatenated along `axis`. With `splits` a pair: this, and the lengths from each replica (int64).
+            The parts concatenated along `axis`. With `splits` a pair of these and the lengths from each replica (int64).
 
         Raises:
             CollectiveMismatchError: anything but the length along `axis` differs, or only some pass splits.
@@ -258,9 +259,10 @@ class ReplicaContext:
                 them, or without splits a length that the replicas do not divide.
 
         Example:
-            >>> def step():  # with 2 replicas: all rows with label 0 on the first, those with label 1 on the second
+            >>> def step():  # label 0 on the first of 2 replicas, label 1 on the second
             ...     rows, labels = np.arange(4.0), np.array([0, 1, 1, 1])
-            ...     return ms.get_replica_context().all_to_all(rows, splits=np.bincount(labels, minlength=2))
+            ...     splits = np.bincount(labels, minlength=2)
+            ...     return ms.get_replica_context().all_to_all(rows, splits=splits)
         """
         if splits is None:
             what = f"all_to_all on axis {axis}"

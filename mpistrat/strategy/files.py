@@ -86,7 +86,8 @@ class Files(ABC):
 
         Example:
             >>> import tempfile
-            >>> with tempfile.TemporaryDirectory() as folder, ms.OneDeviceStrategy() as strategy:
+            >>> strategy = ms.OneDeviceStrategy()
+            >>> with tempfile.TemporaryDirectory() as folder, strategy:
             ...     with strategy.scope():
             ...         w = ms.Variable([1.0, 2.0], name="w")
             ...     saving = strategy.begin_save(f"{folder}/run.h5", extra={"epoch": 3})

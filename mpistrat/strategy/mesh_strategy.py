@@ -60,7 +60,8 @@ class MeshStrategy(Strategy):
     Example:
         >>> strategy = ms.MeshStrategy(axes={"data": -1, "model": 4})  # doctest: +SKIP
         >>> with strategy.scope():  # doctest: +SKIP
-        ...     w = ms.Variable(np.zeros((512, 2048)), layout=(None, "model"))  # of shape (512, 512) here
+        ...     # of shape (512, 512) on each rank
+        ...     w = ms.Variable(np.zeros((512, 2048)), layout=(None, "model"))
 
     Attributes:
         mesh: axes, coordinates, and collectives along an axis.

@@ -187,7 +187,7 @@ class ProcessSet:
             root: a rank of the strategy that is in the set.
 
         Raises:
-            ValueError: it is not.
+            ValueError: the root is not in the set.
         """
         return self._made("broadcast").broadcast(value, root=self._number(root, "broadcast"))
 
@@ -209,7 +209,7 @@ class ProcessSet:
             root: a rank of the strategy that is in the set.
 
         Raises:
-            ValueError: it is not.
+            ValueError: the root is not in the set.
         """
         return self._made("broadcast_object").broadcast_object(obj, root=self._number(root, "broadcast_object"))
 

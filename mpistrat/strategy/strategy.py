@@ -357,7 +357,8 @@ class Strategy(RankCollectives, Files, OtherNames):
             CollectiveMismatchError: on every rank: their datasets differ.
 
         Example:
-            >>> data = ms.get_strategy().distribute_dataset(ms.data.from_arrays(np.arange(5)).batch(4))
+            >>> rows = ms.data.from_arrays(np.arange(5)).batch(4)
+            >>> data = ms.get_strategy().distribute_dataset(rows)
             >>> [batch.tolist() for batch in data]
             [[0, 1, 2, 3], [4]]
         """
@@ -399,7 +400,8 @@ class Strategy(RankCollectives, Files, OtherNames):
 
         Example:
             >>> strategy = ms.get_strategy()
-            >>> for rows in strategy.distribute_dataset(ms.data.from_arrays(np.arange(5.0)).batch(4)):
+            >>> data = ms.data.from_arrays(np.arange(5.0)).batch(4)
+            >>> for rows in strategy.distribute_dataset(data):
             ...     with strategy.batch(rows):
             ...         step(np.diff(rows))  # doctest: +SKIP
         """

@@ -22,10 +22,14 @@ class RankTimes(NamedTuple):
     """The time of one rank, as far as its recorder reaches back.
 
     Attributes:
-        rank, host: the rank and its node.
+        rank: its number.
+        host: the name of its node.
         seconds: the recorded time.
-        input, compute, communication, waiting, saving: shares of `seconds`, between 0 and 1: in the input; in `run` outside of
-            collectives; in collectives without waiting; in waiting for ranks of its node; in saving.
+        input: the share of `seconds` in the input, from 0 to 1, as all shares.
+        compute: the share in `run`, outside of collectives.
+        communication: the share in collectives, without waiting.
+        waiting: the share in waiting for ranks of its node.
+        saving: the share in saving.
         steps: calls of `run` in that time.
         last: collectives in which this rank came last, and more than 0.1 ms after the first.
         compared: collectives that all ranks have recorded.

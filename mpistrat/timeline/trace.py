@@ -133,7 +133,8 @@ def save(path: str | os.PathLike[str], strategy: Any = None, ranks: Sequence[int
 
     Example:
         >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder, ms.OneDeviceStrategy() as strategy:
+        >>> strategy = ms.OneDeviceStrategy()
+        >>> with tempfile.TemporaryDirectory() as folder, strategy:
         ...     strategy.run(lambda: None)
         ...     ms.timeline.save(f"{folder}/trace.json.gz", strategy).name
         'trace.json.gz'

@@ -166,7 +166,8 @@ class EarlyStopping(Callback):
         best_epoch: its epoch.
 
     Example:
-        >>> loop, stop = ms.train.Loop(ms.get_strategy()), ms.train.EarlyStopping("loss", patience=1)
+        >>> loop = ms.train.Loop(ms.get_strategy())
+        >>> stop = ms.train.EarlyStopping("loss", patience=1)
         >>> for loop.epoch, loss in enumerate([3.0, 2.0, 2.5]):
         ...     stop.on_epoch_end(loop, {"loss": loss})
         >>> loop.stop_training
@@ -226,7 +227,8 @@ class ModelCheckpoint(Callback):
         >>> with tempfile.TemporaryDirectory() as folder, strategy.scope():
         ...     w = ms.Variable(1.0, name="w")
         ...     loop = ms.train.Loop(strategy)
-        ...     best = ms.train.ModelCheckpoint(f"{folder}/best.h5", "loss", save_best_only=True)
+        ...     file = f"{folder}/best.h5"
+        ...     best = ms.train.ModelCheckpoint(file, "loss", save_best_only=True)
         ...     for loop.epoch, loss in enumerate([3.0, 2.0, 2.5]):
         ...         best.on_epoch_end(loop, {"loss": loss})
         ...     strategy.restore(f"{folder}/best.h5")

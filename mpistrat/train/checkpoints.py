@@ -266,7 +266,8 @@ class Checkpoints:
 
         Example:
             >>> import tempfile
-            >>> with tempfile.TemporaryDirectory() as folder, ms.OneDeviceStrategy() as strategy:
+            >>> strategy = ms.OneDeviceStrategy()
+            >>> with tempfile.TemporaryDirectory() as folder, strategy:
             ...     with strategy.scope():
             ...         w = ms.Variable([1.0, 2.0], name="w")
             ...     checkpoints = ms.train.Checkpoints(strategy, folder, every_steps=2)
@@ -481,8 +482,10 @@ class Checkpoints:
 
         Example:
             >>> import tempfile
-            >>> with tempfile.TemporaryDirectory() as folder, ms.OneDeviceStrategy() as strategy:
-            ...     data = strategy.distribute_dataset(ms.data.from_arrays(np.arange(6.0)).batch(2))
+            >>> strategy = ms.OneDeviceStrategy()
+            >>> with tempfile.TemporaryDirectory() as folder, strategy:
+            ...     rows = ms.data.from_arrays(np.arange(6.0)).batch(2)
+            ...     data = strategy.distribute_dataset(rows)
             ...     for epochs in (1, 2):
             ...         sums = []
             ...         checkpoints = ms.train.Checkpoints(strategy, folder)
@@ -709,9 +712,12 @@ def checkpoints_iterator(
 
     Example:
         >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder, ms.OneDeviceStrategy() as strategy:
-        ...     path = ms.train.Checkpoints(strategy, folder, asynchronous=False).save(7)
-        ...     [found.name for found in ms.train.checkpoints_iterator(folder, timeout=0.1)]
+        >>> strategy = ms.OneDeviceStrategy()
+        >>> with tempfile.TemporaryDirectory() as folder, strategy:
+        ...     checkpoints = ms.train.Checkpoints(strategy, folder, asynchronous=False)
+        ...     path = checkpoints.save(7)
+        ...     files = ms.train.checkpoints_iterator(folder, timeout=0.1)
+        ...     [file.name for file in files]
         ['step-0000000007.h5']
 
     Source: https://www.tensorflow.org/api_docs/python/tf/train/checkpoints_iterator.

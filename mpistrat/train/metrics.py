@@ -892,7 +892,8 @@ class F1Score(FBetaScore):
 
     Example:
         >>> score = ms.train.F1Score(num_classes=2, average="macro")
-        >>> score.update_state([[1, 0], [0, 1], [0, 1]], [[0.9, 0.1], [0.6, 0.4], [0.2, 0.8]])
+        >>> predictions = [[0.9, 0.1], [0.6, 0.4], [0.2, 0.8]]
+        >>> score.update_state([[1, 0], [0, 1], [0, 1]], predictions)
         >>> round(score.result(), 4)
         0.6667
     """

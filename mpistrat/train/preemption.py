@@ -88,10 +88,12 @@ class PreemptionCheckpointHandler:
 
     Example:
         >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder, ms.OneDeviceStrategy() as strategy:
+        >>> strategy = ms.OneDeviceStrategy()
+        >>> with tempfile.TemporaryDirectory() as folder, strategy:
         ...     with strategy.scope():
         ...         done = ms.Variable(0, name="done")
-        ...     handler = ms.train.PreemptionCheckpointHandler(ms.train.Checkpoints(strategy, folder))
+        ...     checkpoints = ms.train.Checkpoints(strategy, folder)
+        ...     handler = ms.train.PreemptionCheckpointHandler(checkpoints)
         ...     while handler.total_run_calls < 3:
         ...         _ = handler.run(done.assign_add, 1)
         ...     int(done.numpy())

@@ -285,7 +285,7 @@ class Trainer:
                 parameter servers, each worker's.
 
         Returns:
-            `history`: the results of each epoch by name, NaN where there was no validation.
+            `history`, the results of each epoch by name, NaN where there was no validation.
 
         Raises:
             ValueError: validation_data without test_step; data end before steps_per_epoch; max_steps without it.

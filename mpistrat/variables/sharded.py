@@ -49,7 +49,8 @@ class ShardedVariable(ArrayVariable):
         shape, dtype, placement: of the whole.
 
     Example:
-        >>> parts = [ms.Variable([[1.0], [2.0]], name="a"), ms.Variable([[3.0]], name="b")]
+        >>> first = ms.Variable([[1.0], [2.0]], name="a")
+        >>> parts = [first, ms.Variable([[3.0]], name="b")]
         >>> v = ShardedVariable(parts, name="table")
         >>> v.assign_add([[10.0], [20.0], [30.0]])[::-1].tolist()
         [[33.0], [22.0], [11.0]]

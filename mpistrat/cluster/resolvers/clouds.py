@@ -137,7 +137,8 @@ class SageMakerClusterResolver(ClusterResolver):
 
     Example:
         >>> import os
-        >>> os.environ["SM_HOSTS"], os.environ["SM_CURRENT_HOST"] = '["algo-1", "algo-2"]', "algo-2"
+        >>> os.environ["SM_HOSTS"] = '["algo-1", "algo-2"]'
+        >>> os.environ["SM_CURRENT_HOST"] = "algo-2"
         >>> resolver = SageMakerClusterResolver()
         >>> resolver.cluster_spec(), resolver.task_id
         (ClusterSpec({'worker': ['algo-1:2223', 'algo-2:2223']}), 1)
@@ -227,7 +228,9 @@ class GCEClusterResolver(ClusterResolver):
     https://cloud.google.com/compute/docs/reference/rest/v1/instanceGroups/listInstances.
 
     Example:
-        >>> resolver = ms.cluster_resolver.GCEClusterResolver("project", "us-west1-a", "group", 8470, task_id=1)
+        >>> resolver = ms.cluster_resolver.GCEClusterResolver(
+        ...     "project", "us-west1-a", "group", 8470, task_id=1
+        ... )
         >>> resolver.master()  # doctest: +SKIP
         'grpc://10.0.0.8:8470'
     """
@@ -372,7 +375,8 @@ class KubernetesClusterResolver(ClusterResolver):
     https://kubernetes.io/docs/tasks/run-application/access-api-from-pod.
 
     Example:
-        >>> resolver = ms.cluster_resolver.KubernetesClusterResolver({"worker": ["job-name=trainer"]})
+        >>> pods = {"worker": ["job-name=trainer"]}
+        >>> resolver = ms.cluster_resolver.KubernetesClusterResolver(pods)
         >>> resolver.task_type, resolver.task_id = "worker", 0
         >>> resolver.master()  # doctest: +SKIP
         'grpc://10.0.0.7:8470'

@@ -104,7 +104,8 @@ class SimpleClusterResolver(ClusterResolver):
         ClusterError: an argument has the wrong type.
 
     Example:
-        >>> resolver = SimpleClusterResolver(ClusterSpec({"worker": ["a:1", "b:1"]}), task_type="worker", task_id=0)
+        >>> spec = ClusterSpec({"worker": ["a:1", "b:1"]})
+        >>> resolver = SimpleClusterResolver(spec, task_type="worker", task_id=0)
         >>> resolver.master("worker", 1, rpc_layer="grpc")
         'grpc://b:1'
     """

@@ -401,7 +401,8 @@ class DistributedDataset:
         """Return the counters of this rank's input, over all epochs.
 
         Example:
-            >>> data = ms.get_strategy().distribute_dataset(ms.data.from_arrays(np.arange(10)).batch(4))
+            >>> rows = ms.data.from_arrays(np.arange(10)).batch(4)
+            >>> data = ms.get_strategy().distribute_dataset(rows)
             >>> stats = [data.stats() for batch in data][-1]
             >>> stats.steps, stats.samples
             (3, 10)

@@ -55,7 +55,8 @@ class HDF5Dataset(Dataset):
         >>> import tempfile
         >>> from mpistrat.data import write_shards
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     paths = write_shards(directory, {"x": np.eye(4), "label": np.arange(4)}, num_shards=2)
+        ...     rows = {"x": np.eye(4), "label": np.arange(4)}
+        ...     paths = write_shards(directory, rows, num_shards=2)
         ...     dataset = HDF5Dataset(directory, fields=("x", "label"))
         ...     for x, label in dataset.batch(3):
         ...         print(x.shape, label)

@@ -282,7 +282,8 @@ def padded_batch(
 
     Example:
         >>> spec = ms.data.ArraySpec((None,), np.int64)
-        >>> words = ms.data.from_generator(lambda: iter([np.array([1, 2]), np.array([3])]), spec)
+        >>> rows = [np.array([1, 2]), np.array([3])]
+        >>> words = ms.data.from_generator(lambda: iter(rows), spec)
         >>> next(iter(words.padded_batch(2))).tolist()
         [[1, 2], [3, 0]]
     """

@@ -114,7 +114,8 @@ def unique(parent: Node) -> Node:
     differ. The elements seen in an epoch are in memory.
 
     Example:
-        >>> [int(x) for x in ms.data.from_arrays(np.array([1, 37, 2, 37, 2, 1])).unique()]
+        >>> numbers = ms.data.from_arrays(np.array([1, 37, 2, 37, 2, 1]))
+        >>> [int(x) for x in numbers.unique()]
         [1, 37, 2]
     """
     return Streamed("unique()", [parent], _each_once)
@@ -132,7 +133,8 @@ def ignore_errors(parent: Node, log_warning: bool = False) -> Node:
         log_warning: log each error with its position.
 
     Example:
-        >>> numbers = ms.data.from_arrays([1.0, 2.0, 0.0, 4.0]).map(lambda x: 1 / float(x)).ignore_errors()
+        >>> numbers = ms.data.from_arrays([1.0, 2.0, 0.0, 4.0])
+        >>> numbers = numbers.map(lambda x: 1 / float(x)).ignore_errors()
         >>> [float(x) for x in numbers]
         [1.0, 0.5, 0.25]
     """

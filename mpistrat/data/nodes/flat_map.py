@@ -117,7 +117,8 @@ def interleave(
         num_parallel_calls, deterministic: accepted as in tf.data, without effect: elements are in order.
 
     Example:
-        >>> rows = ms.data.from_arrays(np.arange(3)).interleave(lambda n: ms.data.from_arrays(np.full(2, n)))
+        >>> rows = ms.data.from_arrays(np.arange(3))
+        >>> rows = rows.interleave(lambda n: ms.data.from_arrays(np.full(2, n)))
         >>> [int(row) for row in rows]
         [0, 1, 0, 1, 2, 2]
     """

@@ -72,7 +72,9 @@ def group_by_window(
         ValueError: for both or neither of window_size and window_size_func, and for a size below 1.
 
     Example:
-        >>> groups = ms.data.Dataset.range(10).group_by_window(lambda x: x % 2, lambda key, group: group.batch(5), 5)
+        >>> groups = ms.data.Dataset.range(10).group_by_window(
+        ...     lambda x: x % 2, lambda key, group: group.batch(5), 5
+        ... )
         >>> [batch.tolist() for batch in groups]
         [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
     """
@@ -128,8 +130,10 @@ def bucket_by_sequence_length(
 
     Example:
         >>> spec = ms.data.ArraySpec((None,), np.int64)
-        >>> rows = ms.data.from_generator(lambda: (np.arange(n) for n in (1, 4, 3, 2)), spec)
-        >>> [batch.tolist() for batch in rows.bucket_by_sequence_length(len, [3], [2, 2])]
+        >>> lengths = (1, 4, 3, 2)
+        >>> rows = ms.data.from_generator(lambda: map(np.arange, lengths), spec)
+        >>> batches = rows.bucket_by_sequence_length(len, [3], [2, 2])
+        >>> [batch.tolist() for batch in batches]
         [[[0, 1, 2, 3], [0, 1, 2, 0]], [[0, 0], [0, 1]]]
     """
     function = "Dataset.bucket_by_sequence_length"

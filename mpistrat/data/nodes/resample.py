@@ -122,8 +122,10 @@ def rejection_resample(
         ValueError: for a batched dataset and invalid shares; while reading, for an invalid class.
 
     Example:
-        >>> rows = ms.data.from_arrays(np.repeat([0, 1], [600, 400])).shuffle(seed=1)
-        >>> even = rows.rejection_resample(lambda x: x, [0.5, 0.5], [0.6, 0.4]).map(lambda number, row: row)
+        >>> rows = ms.data.from_arrays(np.repeat([0, 1], [600, 400]))
+        >>> even = rows.shuffle(seed=1).rejection_resample(
+        ...     lambda x: x, [0.5, 0.5], [0.6, 0.4]
+        ... ).map(lambda number, row: row)
         >>> bool(abs(np.mean(list(even)) - 0.5) < 0.05)
         True
     """

@@ -109,7 +109,9 @@ def scan(
         ValueError: while reading, for a state or an element unlike the first.
 
     Example:
-        >>> sums = ms.data.Dataset.range(5).scan(np.int64(0), lambda state, x: (state + x, state + x))
+        >>> sums = ms.data.Dataset.range(5).scan(
+        ...     np.int64(0), lambda state, x: (state + x, state + x)
+        ... )
         >>> [int(x) for x in sums]
         [0, 1, 3, 6, 10]
     """

@@ -168,7 +168,8 @@ def window(
 
     Example:
         >>> windows = ms.data.Dataset.range(7).window(3, shift=1, drop_remainder=True)
-        >>> [batch.tolist() for batch in windows.flat_map(lambda window: window.batch(3))]
+        >>> batches = windows.flat_map(lambda window: window.batch(3))
+        >>> [batch.tolist() for batch in batches]
         [[0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5, 6]]
     """
     size = integer("Dataset.window", "size", size, 1)

@@ -67,8 +67,10 @@ def write_shards(
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     [path.name for path in write_shards(directory, {"x": np.arange(5)}, num_shards=2)]
-        ...     len(write_shards(directory, ({"x": i, "text": str(i)} for i in range(5)), compression="gzip"))
+        ...     paths = write_shards(directory, {"x": np.arange(5)}, num_shards=2)
+        ...     [path.name for path in paths]
+        ...     rows = ({"x": i, "text": str(i)} for i in range(5))
+        ...     len(write_shards(directory, rows, compression="gzip"))
         ['00000-of-00002.h5', '00001-of-00002.h5']
         1
     """

@@ -85,7 +85,8 @@ class ShardWriter:
         ...     with ms.data.ShardWriter(directory, rows_per_shard=4) as writer:
         ...         writer.write({"x": np.arange(5), "y": np.zeros((5, 3))})
         ...         writer.write_row({"x": 5, "y": np.ones(3)})
-        ...     len(ms.data.HDF5Dataset(directory)), [path.name for path in writer.paths]
+        ...     rows = ms.data.HDF5Dataset(directory)
+        ...     len(rows), [path.name for path in writer.paths]
         (6, ['00000-of-00002.h5', '00001-of-00002.h5'])
     """
 

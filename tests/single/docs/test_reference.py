@@ -12,6 +12,7 @@ import mpistrat as ms
 from tests.harness.house_rules import FRAMEWORKS
 from tests.launch.launcher import ROOT
 
+WIDTH = 80  # columns of an example that show without wrapping
 EXPANDED = runpy.run_path(str(ROOT / "docs" / "_ext" / "listed.py"))["expanded"]
 BLOCK = re.compile(r"^\.\. api::\n\n((?: +.*\n)+)", re.MULTILINE)
 
@@ -61,3 +62,31 @@ def test_every_name_of_the_reference_has_a_docstring():
     things = {name: attrgetter(name)(ms) for name in listed()}
     silent = [name for name, thing in things.items() if not isinstance(thing, int) and not inspect.getdoc(thing)]
     assert not [name for name in silent if not isinstance(things[name], enum.EnumMeta)]
+
+
+def docstrings(name):
+    """The docstring of a public name, and of the public members that its class defines, each with its name."""
+    thing = attrgetter(name)(ms)
+    yield name, inspect.getdoc(thing) or ""
+    for key, member in vars(thing).items() if inspect.isclass(thing) else ():
+        if key[0] != "_":
+            yield f"{name}.{key}", inspect.getdoc(member) or ""
+
+
+def test_examples_show_without_wrapping():
+    wide = []
+    for name, text in (pair for listed_name in listed() for pair in docstrings(listed_name)):
+        lines = [line.partition("# doctest:")[0].strip() for line in text.splitlines()]
+        wide += [(name, line) for line in lines if line.startswith((">>>", "...")) and len(line) > WIDTH]
+    assert not wide
+
+
+def test_attributes_that_share_a_line_have_an_entry_each():
+    one_each = runpy.run_path(str(ROOT / "docs" / "_ext" / "attributes.py"))["one_each"]
+    assert one_each(["    rank, size: in the", "        group.", "    text: a, b: c."]) == [
+        "    rank: in the",
+        "        group.",
+        "    size: in the",
+        "        group.",
+        "    text: a, b: c.",
+    ]
