@@ -53,6 +53,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_typehints_format = "short"
+autodoc_type_aliases = {"ArrayLike": "ArrayLike"}  # not the union that it stands for
 autodoc_preserve_defaults = True
 autosummary_generate = False
 napoleon_numpy_docstring = False

@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from sphinx.application import Sphinx  # a test reads this file without Sphinx
 
 LINE = re.compile(r"    (?P<names>\w+(?:, \w+)+): ")
+COLON = "\ufdd0"  # in the place of a colon while napoleon reads a line
 DOTTED = re.compile(r"(?<![~\w.])(?:\w+\.)+\w+")
 
 
 def prepare(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
     """Before napoleon: keep a property's first line whole, and give each attribute of a line its own."""
     if what in ("property", "attribute"):
-        lines.insert(0, "")
+        lines[:1] = [line.replace(":", COLON) for line in lines[:1]]
     elif what in ("class", "exception") and "Attributes:" in lines:
         start = lines.index("Attributes:") + 1
         end = next((number for number, line in enumerate(lines[start:], start) if not line.strip()), len(lines))
@@ -44,9 +45,8 @@ def finish(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: l
     """After napoleon: show types by their last name, and warn if a colon in a Returns section became a type."""
     from sphinx.util import logging
 
-    if lines and not lines[0] and what in ("property", "attribute"):
-        del lines[0]
     for number, line in enumerate(lines):
+        lines[number] = line.replace(COLON, ":")
         if line.startswith(":vartype "):
             lines[number] = DOTTED.sub(r"~\g<0>", line)
         elif line.startswith(":rtype:"):

@@ -16,8 +16,9 @@ NOTE = re.compile(r" The built documentation fills this page in from\s+the profi
 QUEUE = {"slurm": "squeue --me", "pbs": 'qstat -u "$USER"', "lsf": "bjobs", "flux": "flux jobs"}
 LOG = {"slurm": "train-*.out", "pbs": "train.o*", "lsf": "train-*.out", "flux": "train-*.out"}
 TRIED = {
-    "generic": "Tried in SLURM on two isolated hosts of one machine, over TCP: both scripts, with MPICH and Open MPI. Not tried: "
-    "a real cluster, a fast network, GPUs in a job, PBS, LSF and Flux.",
+    "generic": "Tried in SLURM 22.05 on two isolated hosts of one machine, over TCP, with two ranks a host, under MPICH 5.0 and "
+    "Open MPI 5.0: the check by `srun`, a job by `srun` and by `mpiexec`. Not tried: a real cluster, a fast network, GPUs in a "
+    "job, PBS, LSF and Flux.",
 }
 NOTHING = (
     "Tried: the tests generate both scripts and check their syntax. **Nothing was tried at this site**: no command of this "
