@@ -35,9 +35,11 @@ def one_each(lines: list[str]) -> list[str]:
     made = []
     for first, *others in texts:
         match = LINE.match(first)
-        for name in match["names"].split(", ") if match else []:
-            made += [f"    {name}: {first[match.end() :]}", *others]  # type: ignore[union-attr]
-        made += [] if match else [first, *others]
+        if match is None:
+            made += [first, *others]
+            continue
+        for name in match["names"].split(", "):
+            made += [f"    {name}: {first[match.end() :]}", *others]
     return made
 
 

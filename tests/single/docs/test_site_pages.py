@@ -19,6 +19,7 @@ def test_each_site_has_a_page():
     assert sorted(pages) == site_names()
     for name, text in pages.items():
         assert MADE["MARK"].findall(text) == [name]
+        assert len(MADE["NOTE"].findall(text)) == 1, "the built page has no such sentence"
 
 
 def test_each_batch_system_shows_its_queue_and_log():
