@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .feed.from_function import InputContext
     from .files.hdf5_dataset import HDF5Dataset
     from .files.sparse import to_csr
-    from .from_files import from_groups, from_sparse, from_tar, from_tfrecord, from_zarr
+    from .from_files import from_groups, from_netcdf, from_sparse, from_tar, from_tfrecord, from_zarr
     from .functions import from_arrays, from_generator, from_map_style, from_tables, sample_from_datasets, zip
     from .nodes.node import INFINITE, UNKNOWN
     from .options import AUTOTUNE, SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode, Options
@@ -50,6 +50,7 @@ __all__ = [
     "from_generator",
     "from_groups",
     "from_map_style",
+    "from_netcdf",
     "from_sparse",
     "from_tables",
     "from_tar",

@@ -19,7 +19,7 @@ from ..base.errors import explain
 from ..base.masks import plain_array
 from .feed.feed import DatasetIterator
 from .nodes import batch as batches
-from .nodes import combine, conditions, endless, group, rebatch, resample, scan
+from .nodes import combine, conditions, endless, group, rebatch, resample, scan, sliding
 from .nodes import flat_map as flat_maps
 from .nodes import list_files as files
 from .nodes import map as maps
@@ -202,6 +202,7 @@ class Dataset:
     interleave = _operator(flat_maps.interleave)
     flat_map = _operator(flat_maps.flat_map)
     scan = _operator(scan.scan)
+    sliding_window = _operator(sliding.sliding_window)
     window = _operator_with_datasets(windows.window)
     group_by_window = _operator_with_datasets(group.group_by_window)
     bucket_by_sequence_length = _operator(group.bucket_by_sequence_length)

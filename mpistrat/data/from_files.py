@@ -1,4 +1,4 @@
-"""The functions that make datasets of tar archives, TFRecord, Zarr, sparse matrices and groups of HDF5 files."""
+"""The functions that make datasets of tar archives, TFRecord, Zarr, netCDF, sparse matrices and groups of HDF5 files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from .dataset import Dataset
 from .files.groups import GroupSamples
 from .files.inputs import Fields
+from .files.netcdf import NetCDFFiles
 from .files.sparse import SparseFile
 from .files.tar import TarSamples
 from .files.tfrecord import Features, RecordSamples
@@ -16,7 +17,7 @@ from .files.zarr import ZarrGroup
 from .nodes.samples import samples_of_files
 from .shards.files import PathLike
 
-__all__ = ["from_groups", "from_sparse", "from_tar", "from_tfrecord", "from_zarr"]
+__all__ = ["from_groups", "from_netcdf", "from_sparse", "from_tar", "from_tfrecord", "from_zarr"]
 
 
 def from_groups(
@@ -57,6 +58,43 @@ def from_groups(
     """
     samples = GroupSamples(files, fields, within)
     return Dataset(samples_of_files(samples, workers, processes, samples.element_spec))
+
+
+def from_netcdf(
+    files: PathLike | Sequence[PathLike], fields: Fields = None, *, dimension: str | None = None, decode_times: bool = True,
+    valid_range: bool = False,
+) -> Dataset:  # fmt: skip
+    """Make a dataset of the variables of netCDF files along one dimension, such as time, decoded after the conventions of CF.
+
+    Values are those of `xarray.open_dataset`: scale factors, offsets, `_Unsigned` and missing values (NaN) are applied, and
+    times become `datetime64[ns]`. Several files are one series, in their order. Use `sliding_window` for windows over time.
+    It needs xarray and h5netcdf, and SciPy for files of netCDF-3.
+
+    Args:
+        files: a file, a directory, a pattern like `data/*.nc`, or a list of files, read in its order; others are read in
+            natural order (2 before 10).
+        fields: names of variables, such as "t2m", or "forecast/t2m" for one in a group. None for a dict of all variables at the
+            top of the first file that have the dimension; a list of names for a dict of these; a tuple of names for a tuple; a
+            dict from new names to names in the files; one name for that array alone.
+        dimension: the dimension that numbers the rows, which becomes the first axis. None for the unlimited one, or else that
+            of a coordinate of time.
+        decode_times: False for times as numbers, in the units of the file: for calendars that NumPy lacks, such as "noleap".
+        valid_range: True for NaN in place of values outside of `valid_range`, `valid_min` or `valid_max`, as netCDF4-python masks
+            them. Integers with such a limit become floats.
+
+    Raises:
+        MissingDependencyError: without xarray or h5netcdf; for a file of netCDF-3 without SciPy.
+        ShardError: a file is missing or damaged, a variable cannot be decoded, or differs between the files in shape, dtype or
+            units; a time is not one of datetime64.
+        ValueError: the dimension is not known.
+
+    Example:
+        >>> from_netcdf("no.nc", "t2m")
+        Traceback (most recent call last):
+            ...
+        mpistrat.errors.ShardError: from_netcdf: ...no.nc: expected a file, got no such file
+    """
+    return Dataset(FieldRows(NetCDFFiles(files, fields, dimension, decode_times, valid_range)))
 
 
 def from_sparse(path: PathLike, fields: Fields = None, *, dense: bool = False) -> Dataset:

@@ -108,6 +108,29 @@ def write_zarr(zarr_format: int) -> Callable[[Path, np.ndarray, np.ndarray], Non
     return write
 
 
+def write_netcdf(writer: str) -> Callable[[Path, np.ndarray, np.ndarray], None]:
+    """By h5netcdf or netCDF4-python, with packed values."""
+
+    def write(folder: Path, x: np.ndarray, v: np.ndarray) -> None:
+        pytest.importorskip("xarray")
+        pytest.importorskip("h5netcdf")
+        library = pytest.importorskip(writer)
+        for number, part in enumerate((slice(0, 10), slice(10, None))):
+            with library.Dataset(str(folder / f"part-{number}.nc"), "w") as file:
+                file.createDimension("time", None)
+                file.createDimension("place", 3)
+                file.createVariable("x", "i8", ("time",))[: len(x[part])] = x[part]
+                packed = file.createVariable("v", "i2", ("time", "place"))
+                packed[: len(v[part])] = (v[part] * 2).astype(np.int16)
+                packed.setncattr("scale_factor", np.float32(0.5))
+
+    return write
+
+
+def from_netcdf(folder: Path) -> ms.data.Dataset:
+    return ms.data.from_netcdf(folder, ["x", "v"])
+
+
 def write_sparse(folder: Path, x: np.ndarray, v: np.ndarray) -> None:
     with h5py.File(folder / "a.h5ad", "w") as file:
         file["obs/x"] = x
@@ -145,6 +168,8 @@ SOURCES = {
     "tfrecord": Source(ms.data.from_tfrecord, write_tfrecord, marked_end=False),
     "groups": Source(from_groups, write_groups),
     "sparse": Source(from_sparse, write_sparse),
+    "netcdf": Source(from_netcdf, write_netcdf("netCDF4")),
+    "netcdf_by_h5netcdf": Source(from_netcdf, write_netcdf("h5netcdf.legacyapi")),
     "zarr_2": Source(ms.data.from_zarr, write_zarr(2), watched=".zarray"),
     "zarr_3": Source(ms.data.from_zarr, write_zarr(3), watched="zarr.json"),
 }

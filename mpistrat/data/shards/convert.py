@@ -15,6 +15,7 @@ from ...base.conversion import converted
 from ...base.errors import explain
 from ..files.handles import open_hdf5
 from ..files.hdf5_dataset import HDF5Dataset
+from ..files.netcdf import NetCDFFiles
 from ..files.tables import TableRows
 from ..files.tar import TarSamples
 from ..files.tfrecord import RecordSamples
@@ -91,6 +92,11 @@ def _hdf5(path: Path, asked: Conversion) -> SourceFile:
     return converter
 
 
+def _netcdf(path: Path, asked: Conversion) -> SourceFile:
+    files = NetCDFFiles(path, asked.select, None, decode_times=True, valid_range=False)
+    return SourceFile(path, FieldRows(files), files.left_out)
+
+
 def _records(path: Path, select: Sequence[str] | None) -> Node:
     samples = RecordSamples(path, select, None)
     return samples_of_files(samples, 0, False, samples.element_spec)
@@ -112,6 +118,7 @@ _KINDS: dict[str, tuple[set[str], Callable[[Path, Conversion], Converter]]] = {
         _source(lambda path, select: samples_of_files(TarSamples(path, select, None), 0, False, None)),
     ),
     **dict.fromkeys((".tfrecord", ".tfrecords", ".tfrec"), ({"select"}, _source(_records))),
+    **dict.fromkeys((".nc", ".nc4"), ({"select"}, _netcdf)),
     ".zarr": ({"select"}, _source(lambda path, select: FieldRows(ZarrGroup(path, select)))),
     "/": ({"color", "resize"}, lambda path, asked: ImageFolder(path, asked.color or "rgb", asked.resize)),
 }
