@@ -439,6 +439,14 @@ def _apply_to_rows(dataset: Dataset, model: Model, name: str, a: int, b: int) ->
         return dataset.enumerate().map(lambda i, x: 50 * i + x), lambda epoch: [
             50 * i + x for i, x in enumerate(model(epoch))
         ]
+    if name == "sliding_window":
+        length, horizon, shift, stride = a + 1, b % 3, 1 + (a + b) % 3, 1 + b % 2
+        made = dataset.sliding_window(length, horizon, shift, stride)
+        summed = made.map(lambda x, y: x.sum() - y.sum()) if horizon else made.map(lambda x: x.sum())
+        return summed, lambda epoch: [
+            sum(window[:length]) - sum(window[length:])
+            for window in windows(model(epoch), length + horizon, shift, stride, True)
+        ]
     if name == "zip":
         return ms.data.zip(dataset, other).map(lambda x, y: x - y), lambda epoch: [
             x - y for x, y in zip(model(epoch), others(epoch), strict=False)
@@ -461,7 +469,7 @@ def _apply_to_rows(dataset: Dataset, model: Model, name: str, a: int, b: int) ->
 NAMES = [
     "take", "skip", "shard", "repeat", "repeat without end", "map", "filter", "prefetch", "with_options", "cache",
     "concatenate", "sample_from_datasets", "shuffle", "batch", "padded_batch", "padded_batch of ragged rows", "unbatch",
-    "enumerate", "zip", "interleave", "flat_map", "take_while", "unique", "window", "group_by_window",
+    "enumerate", "zip", "interleave", "flat_map", "take_while", "unique", "window", "sliding_window", "group_by_window",
     "scan", "choose_from_datasets", "ignore_errors", "rebatch", "ragged_batch", "rejection_resample", "bucket_by_sequence_length",
 ]  # fmt: skip
 TAKES_RAGGED = ["take", "skip", "shard", "repeat", "filter", "prefetch", "with_options", "cache", "shuffle"]

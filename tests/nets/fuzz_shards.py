@@ -22,7 +22,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import h5py
 import numpy as np
@@ -140,6 +140,12 @@ def insert(data: bytearray, rng: np.random.Generator) -> None:
 MUTATIONS = (flip, truncate, splice, zero, noise, insert)
 
 
+class Readable(Protocol):
+    """Files whose mutants are read."""
+
+    def read(self, seed: int, number: int, tell: Callable[[str], None]) -> str: ...
+
+
 class WrittenSets:
     """The sets as they were written, and a directory for the mutant of the moment."""
 
@@ -200,7 +206,7 @@ def same(found: dict[str, Any], expected: dict[str, Any], order: np.ndarray) -> 
     return True
 
 
-def child(sets: WrittenSets, seed: int, numbers: range, pipe: int) -> None:
+def child(sets: Readable, seed: int, numbers: range, pipe: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.disable()
@@ -216,12 +222,15 @@ def write(pipe: int, text: str) -> None:
 
 
 def run(
-    mutants: int, seed: int, report: Callable[[int, Counter[tuple[str, str]]], None] | None = None
+    mutants: int,
+    seed: int,
+    report: Callable[[int, Counter[tuple[str, str]]], None] | None = None,
+    made: Callable[[Path], Readable] = WrittenSets,
 ) -> list[tuple[int, str, str]]:
     """Read the mutants in forked children; return number, what was done and the outcome of each."""
     outcomes: list[tuple[int, str, str]] = []
     with tempfile.TemporaryDirectory() as directory:
-        sets = WrittenSets(Path(directory))
+        sets = made(Path(directory))
         following = 0
         while following < mutants:
             numbers = range(following, min(mutants, following + BATCH))
@@ -232,7 +241,7 @@ def run(
     return outcomes
 
 
-def watch(sets: WrittenSets, seed: int, numbers: range) -> list[tuple[int, str, str]]:
+def watch(sets: Readable, seed: int, numbers: range) -> list[tuple[int, str, str]]:
     """Let a child read some mutants; return the outcomes, up to the one that it did not survive."""
     reading, writing = os.pipe()
     process = os.fork()

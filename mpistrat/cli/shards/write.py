@@ -72,7 +72,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         metavar="INPUT",
         nargs="*",
         type=Path,
-        help="files of one kind: .npy, .npz, .csv, .tsv, .parquet, .arrow, .jsonl, .h5, .tar, .tfrecord, .zarr; or folders "
+        help="files of one kind: .npy, .npz, .csv, .tsv, .parquet, .arrow, .jsonl, .h5, .nc, .tar, .tfrecord, .zarr; or folders "
         "of images",
     )
     parser.add_argument(

@@ -50,7 +50,7 @@ def _reading(where: object) -> Iterator[None]:
 
 
 @final
-class _File:
+class _NetCDFFile:
     """An open file. Variables are xarray's, which read when they are indexed, under locks of xarray.
 
     Attributes:
@@ -60,7 +60,7 @@ class _File:
     def __init__(self, path: Path, decode_times: bool) -> None:
         self.status = ShardFile.of(path, _FUNCTION)
         self._decode_times = decode_times
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, _FileGroup] = {}
         with path.open("rb") as file:
             magic = file.read(len(_FIVE))
         self._classic = magic in _CLASSIC
@@ -73,18 +73,23 @@ class _File:
         else:
             open_hdf5(path, function=_FUNCTION).close()  # its errors have remedies
 
-    def group(self, name: str) -> _Group:
+    def group(self, name: str) -> _FileGroup:
         """Return a group of the file; "" for its top."""
         if name not in self._groups:
             if name and self._classic:
-                raise shard_error(self.status.path, f"a group {name!r}", "a netCDF-3 file, without groups", "", _FUNCTION)
+                raise shard_error(
+                    self.status.path, f"a group {name!r}", "a netCDF-3 file, without groups", "", _FUNCTION
+                )
             where = f"{self.status.path}: {name}" if name else self.status.path
             with _reading(where), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of attributes that xarray does not use
-                self._groups[name] = _Group(self.status.path, self._classic, name, self._decode_times)
+                try:
+                    self._groups[name] = _FileGroup(self.status.path, self._classic, name, self._decode_times)
+                except MemoryError as error:
+                    raise Refused("a header of more bytes than there is memory", DAMAGED) from error
         return self._groups[name]
 
-    def variable(self, name: str) -> _Variable | str:
+    def variable(self, name: str) -> _StoredVariable | str:
         """Return a variable by its name, or the reason why it cannot be read."""
         group, _, own = name.rpartition("/")
         found = self.group(group).variable(own)
@@ -98,7 +103,7 @@ class _File:
 
 
 @final
-class _Group:
+class _FileGroup:
     """The variables of a group, as stored and decoded."""
 
     def __init__(self, path: Path, classic: bool, name: str, decode_times: bool) -> None:
@@ -128,12 +133,12 @@ class _Group:
     def names(self) -> list[str]:
         return list(self.raw)
 
-    def variable(self, name: str) -> _Variable | str:
+    def variable(self, name: str) -> _StoredVariable | str:
         if name in self._left_out:
             return self._left_out[name]
         if name not in self.decoded:
             return "no such variable"
-        return _Variable(self.raw[name], self.decoded[name])
+        return _StoredVariable(self.raw[name], self.decoded[name])
 
 
 def _store(xarray: Any, path: Path, classic: bool, group: str) -> Any:
@@ -145,7 +150,7 @@ def _store(xarray: Any, path: Path, classic: bool, group: str) -> Any:
 
 
 @final
-class _Variable:
+class _StoredVariable:
     """A variable of one file."""
 
     def __init__(self, raw: Any, decoded: Any) -> None:
@@ -188,7 +193,8 @@ class _Variable:
                 if self.is_time:
                     remedy = "Pass decode_times=False for the numbers as stored, whose units are in the file."
                     raise Refused(
-                        f"times of the calendar {calendar!r} that datetime64[ns] lacks, cftime's {type(value).__name__}", remedy
+                        f"times of the calendar {calendar!r} that datetime64[ns] lacks, cftime's {type(value).__name__}",
+                        remedy,
                     )
                 raise Refused(f"values of the type {type(value).__name__}")
 
@@ -236,10 +242,10 @@ class _Variable:
 
 
 @final
-class _Field(StoredField):
+class _VariableRows(StoredField):
     """The rows of one variable, of one file after the other."""
 
-    def __init__(self, name: str, files: Sequence[_File], dimension: str, valid_range: bool) -> None:
+    def __init__(self, name: str, files: Sequence[_NetCDFFile], dimension: str, valid_range: bool) -> None:
         self._name, self._files, self._dimension, self._valid_range = name, files, dimension, valid_range
         self._variables = [self._opened(file) for file in files]
         first = self._variables[0]
@@ -253,10 +259,10 @@ class _Field(StoredField):
         unit = max(variable.unit_rows(dimension, row_bytes) for variable in self._variables)
         self.unit_rows = max(1, min(unit, int(self.starts[-1])))
 
-    def _error(self, file: _File, expected: str, got: object, remedy: str = "") -> ShardError:
+    def _error(self, file: _NetCDFFile, expected: str, got: object, remedy: str = "") -> ShardError:
         return shard_error(f"{file.status.path}: {self._name}", expected, got, remedy, _FUNCTION)
 
-    def _opened(self, file: _File) -> _Variable:
+    def _opened(self, file: _NetCDFFile) -> _StoredVariable:
         variable = file.variable(self._name)
         if isinstance(variable, str):
             raise self._error(file, "a variable that can be read", variable)
@@ -265,7 +271,7 @@ class _Field(StoredField):
             raise self._error(file, f"rows along {self._dimension!r}", got, "Read it with xarray.open_dataset.")
         return variable
 
-    def _spec(self, file: _File, variable: _Variable) -> ArraySpec:
+    def _spec(self, file: _NetCDFFile, variable: _StoredVariable) -> ArraySpec:
         with _reading(f"{file.status.path}: {self._name}"):
             return variable.spec(self._dimension, self._valid_range)
 
@@ -299,15 +305,16 @@ class NetCDFFiles(FieldFiles):
     ) -> None:
         self.structure = structure_of(_FUNCTION, "fields", fields)
         paths = input_files(_FUNCTION, files, lambda path: path.suffix.lower() in (".nc", ".nc4", ".cdf"))
-        self._files = [_File(path, decode_times) for path in paths]
+        self._files = [_NetCDFFile(path, decode_times) for path in paths]
         names = None if self.structure is None else [name.strip("/") for name in names_in(self.structure)]
         self._dimension = self._sample_dimension(names) if dimension is None else dimension
         self.left_out: dict[str, str] = {}
         if self.structure is None:
             names = self._along_dimension(valid_range)
             self.structure = {name: name for name in names}
-        self.fields: dict[str, _Field] = {
-            name: _Field(name.strip("/"), self._files, self._dimension, valid_range) for name in names_in(self.structure)
+        self.fields: dict[str, _VariableRows] = {
+            name: _VariableRows(name.strip("/"), self._files, self._dimension, valid_range)
+            for name in names_in(self.structure)
         }
         rows = {name: len(field) for name, field in self.fields.items()}
         if len(set(rows.values())) > 1:
@@ -331,18 +338,27 @@ class NetCDFFiles(FieldFiles):
         if len(found) == 1:
             return found.pop()
         known = {name: size for group in opened for each in group.raw.values() for name, size in each.sizes.items()}
-        expected, remedy = "one unlimited dimension or one of time", "Pass dimension=, the one that numbers the samples."
+        expected, remedy = (
+            "one unlimited dimension or one of time",
+            "Pass dimension=, the one that numbers the samples.",
+        )
         if opened[0].groups and not opened[0].names:
             remedy = f"Name fields, such as {opened[0].groups[0] + '/x'!r}: the file has the groups {opened[0].groups}."
         raise ValueError(
-            explain(_FUNCTION, f"{file.status.path}: dimension", expected=expected, got=f"the dimensions {known}", remedy=remedy)
+            explain(
+                _FUNCTION,
+                f"{file.status.path}: dimension",
+                expected=expected,
+                got=f"the dimensions {known}",
+                remedy=remedy,
+            )
         )
 
     def _along_dimension(self, valid_range: bool) -> list[str]:
         """Return the names of the variables with the sample dimension; note why others are left out."""
         file, names = self._files[0], []
         for name in file.group("").names:
-            variable: _Variable | str | None = None
+            variable: _StoredVariable | str | None = None
             try:
                 variable = file.variable(name)
                 if isinstance(variable, str):
@@ -357,7 +373,9 @@ class NetCDFFiles(FieldFiles):
         self.left_out.update((group, "a group") for group in file.group("").groups)
         if not names:
             remedy = "Pass dimension=, or the names of fields."
-            raise shard_error(file.status.path, f"variables along {self._dimension!r}", self.left_out, remedy, _FUNCTION)
+            raise shard_error(
+                file.status.path, f"variables along {self._dimension!r}", self.left_out, remedy, _FUNCTION
+            )
         return names
 
     def check(self) -> None:

@@ -39,7 +39,6 @@ class _Sliding(Stage):
     @property
     def row_spec(self) -> Any:
         spec = self._parent.row_spec
-        require_one_shape(_FUNCTION, spec)
         window = batch_spec(spec, self._length)
         return (window, batch_spec(spec, self._horizon)) if self._horizon else window
 
@@ -94,6 +93,10 @@ class _Sliding(Stage):
             for _ in range(self._shift - self._span):
                 next(below, None)
 
+    def check(self) -> None:
+        require_one_shape(_FUNCTION, self._parent.row_spec)
+        super().check()
+
     def describe(self) -> str:
         horizon = f", horizon={self._horizon}" if self._horizon else ""
         return f"sliding_window({self._length}{horizon}, shift={self._shift}, stride={self._stride})"
@@ -103,7 +106,7 @@ def sliding_window(parent: Node, length: int, horizon: int = 0, shift: int = 1, 
     """Make an element of each window of successive rows, and with a horizon of the rows that follow it.
 
     For forecasts from a series: window k has the rows k * shift + j * stride for j below `length`, as arrays with one more axis.
-    With `horizon=h` an element is a pair: the window, and the next h rows at the same stride, which are to be predicted. Windows
+    With `horizon=h` an element is a pair: the window, and the next h rows at the same stride, for the prediction. Windows
     that lack a row are dropped. Windows are read by their numbers, so a shuffle after it is global; use `window` for datasets of
     elements, as in tf.data.
 
@@ -114,7 +117,7 @@ def sliding_window(parent: Node, length: int, horizon: int = 0, shift: int = 1, 
         stride: the distance between successive rows of a window.
 
     Raises:
-        ValueError: for batches, and for rows that differ in shape.
+        ValueError: for batches; while reading, for rows that differ in shape.
 
     Example:
         >>> series = ms.data.Dataset.range(6).sliding_window(3, horizon=1)

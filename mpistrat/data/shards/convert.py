@@ -143,7 +143,7 @@ def open_converter(asked: Conversion) -> Converter:
         raise ValueError(explain("shards write", "INPUT", expected="inputs of one kind", got=got))
     (kind,) = found
     if kind not in _KINDS:
-        files = "a .npy, .npz, .csv, .tsv, .parquet, .arrow, .jsonl, .h5, .tar or .tfrecord file"
+        files = "a .npy, .npz, .csv, .tsv, .parquet, .arrow, .jsonl, .h5, .nc, .tar or .tfrecord file"
         expected = f"{files}, a .zarr folder, or a folder with a sub-folder of images for each class"
         raise ValueError(
             explain("shards write", str(asked.paths[0]), expected=expected, got=f"a {kind or 'nameless'} file")

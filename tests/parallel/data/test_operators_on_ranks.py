@@ -99,6 +99,8 @@ CHAINS = {
     "unique": lambda: Dataset.range(50).map(lambda x: x % 11).unique().batch(4),
     "scan": lambda: Dataset.range(10).scan(np.int64(0), lambda state, x: (state + x, state + x)).batch(4),
     "window": lambda: Dataset.range(20).window(5, 2).flat_map(lambda window: window).batch(6),
+    "sliding_window": lambda: Dataset.range(20).sliding_window(3, shift=2).batch(4),
+    "sliding_window in order": lambda: Dataset.range(30).filter(lambda x: x % 3 != 1).sliding_window(3).batch(4),
     "group": lambda: Dataset.range(20).group_by_window(lambda x: x % 3, lambda key, group: group.batch(4), 4),
     "buckets": lambda: Dataset.range(20).bucket_by_sequence_length(lambda x: x % 4, [2], [3, 5], no_padding=True),
     "resample": lambda: Dataset.range(60).rejection_resample(lambda x: x % 2, [0.2, 0.8]).map(lambda c, x: x).batch(4),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import mpistrat
 from mpistrat.__main__ import main
 from mpistrat.data import ArraySpec, HDF5Dataset, from_netcdf, write_shards
 from mpistrat.errors import MissingDependencyError, ShardError
@@ -139,7 +140,9 @@ def test_the_dimension_that_is_chosen(tmp_path: Path) -> None:
     times = {**x, "clock": (("b",), np.arange(5.0), hours)}
     assert len(from_netcdf(write(tmp_path / "time.nc", times, unlimited=None), "x")) == 5
     path = write(tmp_path / "none.nc", x, unlimited=None)
-    with pytest.raises(ValueError, match=r"one unlimited dimension or one of time, got the dimensions \{'a': 4, 'b': 5\}"):
+    with pytest.raises(
+        ValueError, match=r"one unlimited dimension or one of time, got the dimensions \{'a': 4, 'b': 5\}"
+    ):
         from_netcdf(path)
     assert from_netcdf(path, "x", dimension="b").element_spec == ArraySpec((4,), "f4")
     with pytest.raises(ShardError, match=r"x: expected rows along 'c', got the dimensions \['a', 'b'\]"):
@@ -190,7 +193,9 @@ def test_files_are_one_series(tmp_path: Path) -> None:
     rows = dataset.rows(ORDER)
     assert rows["x"].tolist() == ORDER
     assert (rows["time"] - np.datetime64("2000-01-01")).astype("m8[h]").astype(int).tolist() == ORDER
-    with pytest.raises(ShardError, match=r"1\.nc: time: expected \('hours since 2000-01-01 0:00', None\), as in 0\.nc, got"):
+    with pytest.raises(
+        ShardError, match=r"1\.nc: time: expected \('hours since 2000-01-01 0:00', None\), as in 0\.nc, got"
+    ):
         from_netcdf(tmp_path, "time", decode_times=False)
 
 
@@ -204,7 +209,9 @@ def test_files_that_differ(values: str, attributes: dict[str, str], tmp_path: Pa
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("calendar", ["standard", "gregorian", "proleptic_gregorian"])
-@pytest.mark.parametrize("units", ["hours since 1900-01-01", "days since 2000-02-28T12:00:00", "seconds since 1970-01-01"])
+@pytest.mark.parametrize(
+    "units", ["hours since 1900-01-01", "days since 2000-02-28T12:00:00", "seconds since 1970-01-01"]
+)
 def test_times(calendar: str, units: str, tmp_path: Path) -> None:
     hours = np.arange(ROWS) * 1.25
     time = (("time",), hours, {"units": units, "calendar": calendar, "bounds": "time_bounds"})
@@ -215,12 +222,16 @@ def test_times(calendar: str, units: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("calendar", "units"), [("noleap", "days since 2000-01-01"), ("standard", "days since 0001-01-01")])
+@pytest.mark.parametrize(
+    ("calendar", "units"), [("noleap", "days since 2000-01-01"), ("standard", "days since 0001-01-01")]
+)
 def test_times_that_numpy_lacks(calendar: str, units: str, tmp_path: Path) -> None:
     pytest.importorskip("cftime")
     time = (("time",), np.arange(60.0), {"units": units, "calendar": calendar})
     path = write(tmp_path / "a.nc", {"time": time, "x": (("time",), np.arange(60.0), {})})
-    with pytest.raises(ShardError, match=f"times of the calendar {calendar!r} that .* lacks, cftime's .*decode_times=False"):
+    with pytest.raises(
+        ShardError, match=f"times of the calendar {calendar!r} that .* lacks, cftime's .*decode_times=False"
+    ):
         from_netcdf(path, ("x", "time"))
     assert from_netcdf(path, ("x", "time"), decode_times=False).rows([59])[1].tolist() == [59.0]
     dataset = from_netcdf(path)
@@ -299,7 +310,9 @@ def test_sliding_windows_over_files(tmp_path: Path) -> None:
     starts = range(0, 20 - 10, 3)
     assert len(windows) == len(starts)
     shuffled = windows.shuffle(seed=4, mode="full").batch(3)
-    found = [(past[:, 0].tolist(), future[:, 0].tolist()) for batch in shuffled for past, future in zip(*batch, strict=True)]
+    found = [
+        (past[:, 0].tolist(), future[:, 0].tolist()) for batch in shuffled for past, future in zip(*batch, strict=True)
+    ]
     expected = [([s, s + 2, s + 4, s + 6], [s + 8, s + 10]) for s in starts]
     assert sorted(found) == expected
 
@@ -344,7 +357,9 @@ def test_a_truncated_file_is_an_error(format: str, tmp_path: Path) -> None:
 
 def test_formats_that_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     five = write(tmp_path / "five.nc", {"x": (("time",), np.arange(3), {})}, "NETCDF3_64BIT_DATA")
-    with pytest.raises(ShardError, match=r"five\.nc: expected a file of netCDF-4 or .*, got one of CDF-5.*nccopy -k nc4"):
+    with pytest.raises(
+        ShardError, match=r"five\.nc: expected a file of netCDF-4 or .*, got one of CDF-5.*nccopy -k nc4"
+    ):
         from_netcdf(five)
     classic = write(tmp_path / "classic.nc", {"x": (("time",), np.arange(3, dtype="i4"), {})}, "NETCDF3_CLASSIC")
     with pytest.raises(ShardError, match="expected a group 'a', got a netCDF-3 file, without groups"):
@@ -361,7 +376,9 @@ def test_formats_that_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_without_a_package(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = series(tmp_path / "a.nc")
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingDependencyError, match=rf'from_netcdf: expected {package}, .*pip install "mpistrat\[netcdf\]"'):
+    with pytest.raises(
+        MissingDependencyError, match=rf'from_netcdf: expected {package}, .*pip install "mpistrat\[netcdf\]"'
+    ):
         from_netcdf(path)
 
 
@@ -381,6 +398,25 @@ def test_a_missing_filter_names_its_package(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match=r"a\.nc: x: expected data that can be read, got filter 32004 .*hdf5plugin"):
         from_netcdf(path, "x")
     assert list(from_netcdf(path).element_spec) == ["time", "t2m"]
+
+
+def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of docs/input.md, in a folder with two files."""
+    for number, start in enumerate((0, 40)):
+        series(tmp_path / f"era5-{number}.nc", start, 40)
+    page = (Path(__file__).parents[3] / "docs/input.md").read_text()
+    example = page.partition("### netCDF")[2].partition("```text")[2].partition("```")[0]
+    steps: list[tuple[Any, ...]] = []
+    names: dict[str, Any] = {"ms": mpistrat, "strategy": mpistrat.OneDeviceStrategy(), "steps": steps}
+    monkeypatch.chdir(tmp_path)
+    exec(example.replace("...", "steps.append((t2m, time, t2m_after, time_after))"), names)
+    names["strategy"].close()
+    t2m, _, _, time_after = (np.concatenate(parts) for parts in zip(*steps, strict=True))
+    assert (t2m.shape, time_after.shape) == ((51, 24, 2), (51, 6))
+    assert sorted(t2m[:, 0, 0].tolist()) == list(range(51))
+    assert (time_after[:, 0] - np.datetime64("2000-01-01")).astype("m8[h]").astype(int).tolist() == [
+        int(start) + 24 for start in t2m[:, 0, 0]
+    ]
 
 
 def test_other_rows_have_other_fingerprints(tmp_path: Path) -> None:
