@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ..base.lazy import lazy
 
 if TYPE_CHECKING:
+    from .copies import download
     from .dataset import Dataset
     from .feed.distributed import DistributedDataset, DistributedIterator, Optional
     from .feed.feed import DatasetIterator
@@ -46,6 +47,7 @@ __all__ = [
     "Options",
     "ShardWriter",
     "StageStats",
+    "download",
     "from_arrays",
     "from_generator",
     "from_groups",

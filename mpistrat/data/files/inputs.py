@@ -11,7 +11,7 @@ from typing import Any
 from ...base import nest
 from ...base.errors import ShardError, explain
 from ...base.text import shortened
-from ..shards.files import PathLike, natural_key
+from ..shards.files import PathLike, natural_key, refuse_url
 
 __all__ = ["Fields", "input_files", "left_out_words", "names_in", "structure_of"]
 
@@ -31,6 +31,8 @@ def input_files(function: str, files: PathLike | Sequence[PathLike], wanted: Cal
     Raises:
         ShardError: no file is there.
     """
+    for one in [files] if isinstance(files, (str, os.PathLike)) else files:
+        refuse_url(function, one)
     if isinstance(files, (str, os.PathLike)):
         path = Path(files).absolute()
         if path.is_dir():

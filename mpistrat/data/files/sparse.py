@@ -15,7 +15,7 @@ from ...base.arguments import integer
 from ...base.lazy import load_optional
 from ..nodes.sources import row_content, short_digest
 from ..shards.belonging import sparse_format
-from ..shards.files import PathLike
+from ..shards.files import PathLike, refuse_url
 from ..shards.objects import Refused, check_filters, field_of, find, find_group
 from ..spec import ArraySpec, stacked_nbytes
 from .handles import DAMAGED, shard_error
@@ -202,6 +202,7 @@ class SparseFile(FieldFiles):
 
     def __init__(self, path: PathLike, fields: Fields, dense: bool) -> None:
         names = structure_of("from_sparse", "fields", fields)
+        refuse_url("from_sparse", path)
         path = Path(path).absolute()
         if not path.is_file():
             raise shard_error(path, "a file", "no such file", function="from_sparse")

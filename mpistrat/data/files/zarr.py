@@ -15,7 +15,7 @@ from ...base import nest
 from ...base.errors import explain
 from ...base.lazy import load_optional
 from ..nodes.sources import row_content, short_digest
-from ..shards.files import PathLike
+from ..shards.files import PathLike, refuse_url
 from ..spec import ArraySpec
 from .handles import ShardFile, shard_error
 from .inputs import Fields, left_out_words, structure_of
@@ -69,6 +69,7 @@ class ZarrGroup(FieldFiles):
 
     def __init__(self, path: PathLike, fields: Fields) -> None:
         structure = structure_of("from_zarr", "fields", fields)
+        refuse_url("from_zarr", path)
         self._path = Path(path).absolute()
         if not self._path.exists():
             raise _error(self._path, "a directory", "no such directory")

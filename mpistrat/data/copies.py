@@ -1,0 +1,310 @@
+"""Copies of remote files on the disk of a node, made once for all its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+from ..base.arguments import integer
+from ..base.errors import MissingDependencyError, ShardError, explain
+from ..base.lazy import load_optional
+from ..base.text import counted, decimal_size
+from .shards.files import PathLike
+
+__all__ = ["download"]
+
+_FUNCTION = "download"
+_STATE = ".mpistrat"  # the folder of locks, and of what is known of complete copies
+_ATTEMPTS = 3
+_PAUSE = 1.0  # seconds before the second attempt
+_POLL = 0.05  # seconds between looks at copies that other ranks make
+_SILENCE = 60.0  # seconds that a server may send nothing
+_CONNECT = 30.0  # seconds that a connection may take
+_VERSIONS = ("ETag", "etag", "Last-Modified", "LastModified", "last_modified", "mtime", "created", "md5")
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)  # errors that a retry meets again
+
+
+def _error(url: str, expected: str, got: object, remedy: str = "") -> ShardError:
+    return ShardError(explain(_FUNCTION, url, expected=expected, got=got, remedy=remedy))
+
+
+@contextlib.contextmanager
+def _naming(url: str, expected: str) -> Iterator[None]:
+    """Turn the errors of file systems into a `ShardError` that names the URL."""
+    try:
+        yield
+    except (ShardError, MissingDependencyError):
+        raise
+    except Exception as raised:  # each file system raises its own
+        error: BaseException = raised
+        if isinstance(raised, FileNotFoundError):  # fsspec's for whatever a web server answers, too
+            cause = raised.__cause__
+            if cause is None or getattr(cause, "status", None) == 404 or isinstance(cause, FileNotFoundError):
+                raise _error(url, expected, "no such file", "Look at the address.") from raised
+            error = cause
+        remedy = "Check the address, the credentials and the network of this node."
+        raise _error(url, expected, f"{type(error).__name__}: {error}", remedy) from error
+
+
+@dataclass(frozen=True)
+class _Remote:
+    """A remote file as it is now, and the place of its copy.
+
+    Attributes:
+        url: the address, for errors and to recognize the copy.
+        size: its bytes.
+        version: what its store says of its version; "" if nothing.
+    """
+
+    url: str
+    size: int
+    version: str
+    path: Path = field(repr=False)
+
+
+@final
+class _Copies:
+    """The folder of copies. A system lock on a file of its own guards each copy, and ends with the process that holds it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._state = folder / _STATE
+        self._state.mkdir(parents=True, exist_ok=True)
+        self._since = time.time()
+
+    def _note(self, path: Path, kind: str) -> Path:
+        name = hashlib.sha256(os.fsencode(path.relative_to(self._folder))).hexdigest()[:32]
+        return self._state / f"{name}.{kind}"
+
+    def make(self, file: _Remote, system: Any, source: str) -> bool:
+        """Make a copy unless it is there; return False if another process is making it."""
+        with self._note(file.path, "lock").open("a+b") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            if not self.complete(file):
+                self._raise_failure(file)
+                self._copy(file, system, source)
+            return True
+
+    def complete(self, file: _Remote) -> bool:
+        """Return True if the folder has a whole copy of this version."""
+        try:
+            known = json.loads(self._note(file.path, "json").read_text())
+            return bool(known == _known(file) and file.path.stat().st_size == file.size)
+        except (OSError, ValueError):
+            return False
+
+    def _raise_failure(self, file: _Remote) -> None:
+        """Raise the error of a process that failed to make this copy while this one waited for it."""
+        failure = self._note(file.path, "failed")
+        with contextlib.suppress(OSError):
+            if failure.stat().st_mtime >= self._since:
+                raise ShardError(failure.read_text())
+
+    def _copy(self, file: _Remote, system: Any, source: str) -> None:
+        part, note = self._note(file.path, "part"), self._note(file.path, "json")
+        file.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with _naming(file.url, f"{file.size} bytes"):
+                _fetch(file, system, source, part)
+            note.unlink(missing_ok=True)
+            os.replace(part, file.path)
+            made = self._note(file.path, "new")
+            made.write_text(json.dumps(_known(file)))
+            os.replace(made, note)
+        except ShardError as error:
+            self._note(file.path, "failed").write_text(str(error))
+            raise
+        finally:
+            part.unlink(missing_ok=True)
+
+    def others(self, files: Sequence[_Remote]) -> int:
+        """Return the bytes of copies in the folder, other than those of some files."""
+        own = {self._note(file.path, "json") for file in files}
+        total = 0
+        for note in self._state.glob("*.json"):
+            if note not in own:
+                with contextlib.suppress(OSError, ValueError, KeyError):
+                    total += Path(json.loads(note.read_text())["path"]).stat().st_size
+        return total
+
+
+def _known(file: _Remote) -> dict[str, Any]:
+    return {**asdict(file), "path": str(file.path)}
+
+
+def _fetch(file: _Remote, system: Any, source: str, target: Path) -> None:
+    """Copy a remote file, with some attempts where the connection breaks."""
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            system.get_file(source, str(target))
+            size = target.stat().st_size
+            if size != file.size:
+                raise ConnectionError(f"{size} bytes, then the end")
+            return
+        except _FINAL:
+            raise
+        except Exception as error:
+            refused = 400 <= getattr(error, "status", 0) < 500
+            if refused or attempt == _ATTEMPTS:
+                raise
+            time.sleep(_PAUSE * attempt)
+
+
+def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return the file system of an address, and the address in it."""
+    remedy = 'pip install "mpistrat[remote]"'
+    fsspec = load_optional("fsspec", _FUNCTION, "fsspec, which reads remote files", remedy)
+    settings = dict(options)
+    if url.startswith(("http://", "https://")) and "client_kwargs" not in settings:
+        aiohttp = load_optional("aiohttp", _FUNCTION, "aiohttp, which reads from web servers", remedy)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT, sock_read=_SILENCE)
+        settings["client_kwargs"] = {"timeout": timeout}
+    try:
+        system, path = fsspec.core.url_to_fs(url, use_listings_cache=False, **settings)
+    except ImportError as error:
+        expected = "the package of this kind of address"
+        raise MissingDependencyError(explain(_FUNCTION, url, expected=expected, got=error)) from error
+    except Exception as error:
+        expected = "a URL that fsspec knows, such as s3://bucket/train/ or https://host/a.h5"
+        raise _error(url, expected, f"{type(error).__name__}: {error}") from error
+    return system, path
+
+
+def _full(system: Any, path: str) -> str:
+    return str(system.unstrip_protocol(path))
+
+
+def _found(url: str, folder: Path, system: Any, path: str) -> tuple[list[tuple[str, _Remote]], Path | list[Path]]:
+    """Return the remote files of an address, each with its address in the file system, and the path or paths of their copies."""
+    if re.search(r"[*?\[]", path) and not (url.startswith("http") and "?" in url):
+        names = sorted(name for name, info in system.glob(path, detail=True).items() if info["type"] == "file")
+        if not names:
+            raise _error(url, "at least one file", "no match", "Look at the address.")
+        files = [(name, _remote(system, name, _place(system, folder, name))) for name in names]
+        return files, [file.path for _, file in files]
+    web = url.startswith(("http://", "https://"))
+    if url.endswith("/") if web else system.info(path)["type"] == "directory":
+        place = _place(system, folder, path.rstrip("/"))
+        names = sorted(system.find(path))
+        if not names:
+            raise _error(url, "a folder of files", "an empty one, or none", "Look at the address.")
+        root = path.rstrip("/") + "/"
+        outside = [name for name in names if not name.startswith(root) or ".." in name.split("/")]
+        if outside:
+            raise _error(url, f"files in {root}", outside[0])
+        return [(name, _remote(system, name, place / name[len(root) :])) for name in names], place
+    file = _remote(system, path, _place(system, folder, path))
+    return [(path, file)], file.path
+
+
+def _place(system: Any, folder: Path, path: str) -> Path:
+    """Return the path of a copy: files of one remote folder have one local folder."""
+    parent, _, name = _full(system, path).rpartition("/")
+    return folder / hashlib.sha256(parent.encode()).hexdigest()[:12] / re.sub(r"[?#].*", "", name)
+
+
+def _remote(system: Any, name: str, path: Path) -> _Remote:
+    url = _full(system, name)
+    with _naming(url, "a file that can be read"):
+        info = system.info(name)
+    if info.get("size") is None:
+        got = "a server that does not give it"
+        raise _error(url, "the size of the file, to recognize an incomplete copy", got, "Copy the file by hand.")
+    version = next((str(info[key]) for key in _VERSIONS if info.get(key) is not None), "")
+    return _Remote(url, int(info["size"]), version, path)
+
+
+def download(
+    files: PathLike | Sequence[PathLike], folder: PathLike, *, limit: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """Copy remote files to a folder of this node, once for all its ranks, and return the paths of the copies; not collective.
+
+    Each rank calls it before it makes a dataset. The ranks of a node divide the files among themselves by locks in the folder, and
+    wait for each other. Copies remain: a job that starts again, or another one, uses those that are whole and of the same
+    version (size, and ETag or time of change). It needs fsspec.
+
+    Args:
+        files: a URL of a file, a folder (of a web server: with "/" at its end) or a pattern, such as "s3://bucket/train/",
+            "https://host/a.h5" or "gs://bucket/train-*.tar"; or a list of URLs of files. Paths work, too: for copies of a
+            parallel file system on the node's disk.
+        folder: a folder on a disk of the node. It is made if it is missing.
+        limit: the most bytes of all copies in the folder; None for what the disk has room for.
+        storage_options: arguments of fsspec's file system, such as `{"anon": True}` for public data on S3.
+
+    Returns:
+        The path of the file or folder for one URL, or a list of paths for a pattern or a list.
+
+    Raises:
+        MissingDependencyError: without fsspec, or without the package of the kind of URL, such as s3fs.
+        ShardError: naming the URL, for files that are missing, forbidden, incomplete, or do not fit.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> download("no://host/train/", tempfile.gettempdir())
+        Traceback (most recent call last):
+            ...
+        mpistrat.errors.ShardError: download: no://host/train/: expected a URL that fsspec knows, ...
+    """
+    one = isinstance(files, (str, os.PathLike))
+    urls = [os.fspath(each) for each in ([files] if isinstance(files, (str, os.PathLike)) else files)]
+    if not urls:
+        raise _error("files", "at least one URL", "none")
+    most = None if limit is None else integer(_FUNCTION, "limit", limit, 0)
+    target = Path(folder).absolute()
+    wanted: dict[Path, tuple[Any, str, _Remote]] = {}
+    results = []
+    for url in urls:
+        system, path = _file_system(url, storage_options or {})
+        with _naming(url, "files that can be read"):
+            found, result = _found(url, target, system, path)
+        results.append(result)
+        for name, file in found:
+            known = wanted.setdefault(file.path, (system, name, file))
+            if known[2].url != file.url:
+                raise _error(file.url, "files with different paths", f"another one, {known[2].url}")
+    _make(target, list(wanted.values()), most)
+    return results[0] if one else [path for each in results for path in (each if isinstance(each, list) else [each])]
+
+
+def _make(folder: Path, wanted: list[tuple[Any, str, _Remote]], limit: int | None) -> None:
+    """Make the copies that are missing, each by the first process of the node that comes to it."""
+    copies = _Copies(folder)
+    files = [file for _, _, file in wanted]
+    missing = [each for each in wanted if not copies.complete(each[2])]
+    _check_room(folder, copies, files, [file for _, _, file in missing], limit)
+    start = os.getpid() % max(1, len(missing))  # ranks of a node begin with different files
+    pending = missing[start:] + missing[:start]
+    while pending:
+        left = [each for each in pending if not copies.make(each[2], *each[:2])]
+        if len(left) == len(pending):
+            time.sleep(_POLL)
+        pending = left
+
+
+def _check_room(
+    folder: Path, copies: _Copies, files: Sequence[_Remote], missing: Sequence[_Remote], limit: int | None
+) -> None:
+    total, needed = sum(file.size for file in files), sum(file.size for file in missing)
+    used = copies.others(files)
+    what = f"{counted(len(files), 'file')} of {decimal_size(total)}"
+    if limit is not None and total + used > limit:
+        expected, got = f"at most {decimal_size(limit)} of copies (limit)", f"{what}, next to {decimal_size(used)}"
+        raise _error(str(folder), expected, got, "Raise the limit, or remove the folders of earlier files.")
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        got = f"{decimal_size(free)}, for {what}"
+        raise _error(str(folder), f"{decimal_size(needed)} of free space", got, "Take a larger disk, or fewer files.")
