@@ -10,15 +10,15 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, final
 
 from ..base.arguments import integer
-from ..base.errors import MissingDependencyError, ShardError, explain
-from ..base.lazy import load_optional
+from ..base.errors import ShardError, explain
 from ..base.text import counted, decimal_size
+from .files.remote import RemoteFile, file_system, naming
 from .shards.files import PathLike
 
 __all__ = ["download"]
@@ -28,32 +28,11 @@ _STATE = ".mpistrat"  # the folder of locks, and of what is known of complete co
 _ATTEMPTS = 3
 _PAUSE = 1.0  # seconds before the second attempt
 _POLL = 0.05  # seconds between looks at copies that other ranks make
-_SILENCE = 60.0  # seconds that a server may send nothing
-_CONNECT = 30.0  # seconds that a connection may take
-_VERSIONS = ("ETag", "etag", "Last-Modified", "LastModified", "last_modified", "mtime", "created", "md5")
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)  # errors that a retry meets again
 
 
 def _error(url: str, expected: str, got: object, remedy: str = "") -> ShardError:
     return ShardError(explain(_FUNCTION, url, expected=expected, got=got, remedy=remedy))
-
-
-@contextlib.contextmanager
-def _naming(url: str, expected: str) -> Iterator[None]:
-    """Turn the errors of file systems into a `ShardError` that names the URL."""
-    try:
-        yield
-    except (ShardError, MissingDependencyError):
-        raise
-    except Exception as raised:  # each file system raises its own
-        error: BaseException = raised
-        if isinstance(raised, FileNotFoundError):  # fsspec's for whatever a web server answers, too
-            cause = raised.__cause__
-            if cause is None or getattr(cause, "status", None) == 404 or isinstance(cause, FileNotFoundError):
-                raise _error(url, expected, "no such file", "Look at the address.") from raised
-            error = cause
-        remedy = "Check the address, the credentials and the network of this node."
-        raise _error(url, expected, f"{type(error).__name__}: {error}", remedy) from error
 
 
 @dataclass(frozen=True)
@@ -117,10 +96,10 @@ class _Copies:
         part, note = self._note(file.path, "part"), self._note(file.path, "json")
         file.path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with _naming(file.url, f"{file.size} bytes"):
+            with naming(_FUNCTION, file.url, f"{file.size} bytes"):
                 _fetch(file, system, source, part)
             note.unlink(missing_ok=True)
-            os.replace(part, file.path)
+            os.replace(part, file.path)  # whose bytes are on the disk: see _fetch
             made = self._note(file.path, "new")
             made.write_text(json.dumps(_known(file)))
             os.replace(made, note)
@@ -129,6 +108,13 @@ class _Copies:
             raise
         finally:
             part.unlink(missing_ok=True)
+
+    def remove_others(self, folder: Path, kept: Container[Path]) -> None:
+        """Remove copies in a folder of files that the remote folder no longer has."""
+        for path in list(folder.rglob("*")):
+            if path.is_file() and path not in kept:
+                self._note(path, "json").unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
 
     def others(self, files: Sequence[_Remote]) -> int:
         """Return the bytes of copies in the folder, other than those of some files."""
@@ -153,6 +139,8 @@ def _fetch(file: _Remote, system: Any, source: str, target: Path) -> None:
             size = target.stat().st_size
             if size != file.size:
                 raise ConnectionError(f"{size} bytes, then the end")
+            with target.open("rb") as copy:
+                os.fsync(copy)
             return
         except _FINAL:
             raise
@@ -163,26 +151,6 @@ def _fetch(file: _Remote, system: Any, source: str, target: Path) -> None:
             time.sleep(_PAUSE * attempt)
 
 
-def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the file system of an address, and the address in it."""
-    remedy = 'pip install "mpistrat[remote]"'
-    fsspec = load_optional("fsspec", _FUNCTION, "fsspec, which reads remote files", remedy)
-    settings = dict(options)
-    if url.startswith(("http://", "https://")) and "client_kwargs" not in settings:
-        aiohttp = load_optional("aiohttp", _FUNCTION, "aiohttp, which reads from web servers", remedy)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT, sock_read=_SILENCE)
-        settings["client_kwargs"] = {"timeout": timeout}
-    try:
-        system, path = fsspec.core.url_to_fs(url, use_listings_cache=False, **settings)
-    except ImportError as error:
-        expected = "the package of this kind of address"
-        raise MissingDependencyError(explain(_FUNCTION, url, expected=expected, got=error)) from error
-    except Exception as error:
-        expected = "a URL that fsspec knows, such as s3://bucket/train/ or https://host/a.h5"
-        raise _error(url, expected, f"{type(error).__name__}: {error}") from error
-    return system, path
-
-
 def _full(system: Any, path: str) -> str:
     return str(system.unstrip_protocol(path))
 
@@ -190,23 +158,22 @@ def _full(system: Any, path: str) -> str:
 def _found(url: str, folder: Path, system: Any, path: str) -> tuple[list[tuple[str, _Remote]], Path | list[Path]]:
     """Return the remote files of an address, each with its address in the file system, and the path or paths of their copies."""
     if re.search(r"[*?\[]", path) and not (url.startswith("http") and "?" in url):
-        names = sorted(name for name, info in system.glob(path, detail=True).items() if info["type"] == "file")
-        if not names:
+        infos = {name: info for name, info in system.glob(path, detail=True).items() if info["type"] == "file"}
+        if not infos:
             raise _error(url, "at least one file", "no match", "Look at the address.")
-        files = [(name, _remote(system, name, _place(system, folder, name))) for name in names]
+        files = [(name, _remote(system, name, _place(system, folder, name), infos[name])) for name in sorted(infos)]
         return files, [file.path for _, file in files]
     web = url.startswith(("http://", "https://"))
     if url.endswith("/") if web else system.info(path)["type"] == "directory":
-        place = _place(system, folder, path.rstrip("/"))
-        names = sorted(system.find(path))
-        if not names:
+        place, root = _place(system, folder, path.rstrip("/")), path.rstrip("/") + "/"
+        infos = system.find(path, detail=True)
+        if not infos:
             raise _error(url, "a folder of files", "an empty one, or none", "Look at the address.")
-        root = path.rstrip("/") + "/"
-        outside = [name for name in names if not name.startswith(root) or ".." in name.split("/")]
+        outside = [name for name in infos if not name.startswith(root) or ".." in name.split("/")]
         if outside:
             raise _error(url, f"files in {root}", outside[0])
-        return [(name, _remote(system, name, place / name[len(root) :])) for name in names], place
-    file = _remote(system, path, _place(system, folder, path))
+        return [(name, _remote(system, name, place / name[len(root) :], infos[name])) for name in sorted(infos)], place
+    file = _remote(system, path, _place(system, folder, path), {})
     return [(path, file)], file.path
 
 
@@ -216,25 +183,22 @@ def _place(system: Any, folder: Path, path: str) -> Path:
     return folder / hashlib.sha256(parent.encode()).hexdigest()[:12] / re.sub(r"[?#].*", "", name)
 
 
-def _remote(system: Any, name: str, path: Path) -> _Remote:
-    url = _full(system, name)
-    with _naming(url, "a file that can be read"):
-        info = system.info(name)
-    if info.get("size") is None:
-        got = "a server that does not give it"
-        raise _error(url, "the size of the file, to recognize an incomplete copy", got, "Copy the file by hand.")
-    version = next((str(info[key]) for key in _VERSIONS if info.get(key) is not None), "")
-    return _Remote(url, int(info["size"]), version, path)
+def _remote(system: Any, name: str, path: Path, info: Mapping[str, Any]) -> _Remote:
+    file = RemoteFile.of(_FUNCTION, system, name, info)
+    if file.size is None:
+        expected, got = "the size of the file, to recognize an incomplete copy", "a server that does not give it"
+        raise _error(file.url, expected, got, "Copy the file by hand.")
+    return _Remote(file.url, file.size, file.version, path)
 
 
 def download(
     files: PathLike | Sequence[PathLike], folder: PathLike, *, limit: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Copy remote files to a folder of this node, once for all its ranks, and return the paths of the copies; not collective.
+    """Copy remote files to a folder of this node, once for all its ranks, and return the copies' paths; not collective.
 
-    Each rank calls it before it makes a dataset. The ranks of a node divide the files among themselves by locks in the folder, and
-    wait for each other. Copies remain: a job that starts again, or another one, uses those that are whole and of the same
+    Each rank calls it before it makes a dataset. The ranks of a node divide the files among themselves by locks in the folder,
+    and wait for each other. Copies remain: a job that starts again, or another one, uses those that are whole and of the same
     version (size, and ETag or time of change). It needs fsspec.
 
     Args:
@@ -268,21 +232,24 @@ def download(
     wanted: dict[Path, tuple[Any, str, _Remote]] = {}
     results = []
     for url in urls:
-        system, path = _file_system(url, storage_options or {})
-        with _naming(url, "files that can be read"):
+        system, path = file_system(_FUNCTION, url, storage_options or {})
+        with naming(_FUNCTION, url, "files that can be read"):
             found, result = _found(url, target, system, path)
         results.append(result)
         for name, file in found:
             known = wanted.setdefault(file.path, (system, name, file))
             if known[2].url != file.url:
                 raise _error(file.url, "files with different paths", f"another one, {known[2].url}")
-    _make(target, list(wanted.values()), most)
+    copies = _Copies(target)
+    _make(target, copies, list(wanted.values()), most)
+    for result in results:
+        if isinstance(result, Path) and result.is_dir():
+            copies.remove_others(result, wanted)
     return results[0] if one else [path for each in results for path in (each if isinstance(each, list) else [each])]
 
 
-def _make(folder: Path, wanted: list[tuple[Any, str, _Remote]], limit: int | None) -> None:
+def _make(folder: Path, copies: _Copies, wanted: list[tuple[Any, str, _Remote]], limit: int | None) -> None:
     """Make the copies that are missing, each by the first process of the node that comes to it."""
-    copies = _Copies(folder)
     files = [file for _, _, file in wanted]
     missing = [each for each in wanted if not copies.complete(each[2])]
     _check_room(folder, copies, files, [file for _, _, file in missing], limit)

@@ -215,21 +215,24 @@ def from_tfrecord(
     return Dataset(samples_of_files(samples, workers, processes, samples.element_spec))
 
 
-def from_zarr(path: PathLike, fields: Fields = None) -> Dataset:
+def from_zarr(path: PathLike, fields: Fields = None, *, storage_options: Mapping[str, Any] | None = None) -> Dataset:
     """Make a dataset of the rows of the arrays of a Zarr group, of format 2 or 3. It needs zarr.
 
     Rows lie along the first axis. Chunks are read as a whole, so a shuffle without a mode is one in blocks of these. Scale
     factors, offsets and missing values in attributes are not applied.
 
     Args:
-        path: the directory of a group or of one array, or a .zip file.
+        path: the directory of a group or of one array, or a .zip file; or the URL of a directory, such as
+            "gs://bucket/era5.zarr", whose chunks are read when they are needed. It needs fsspec then.
         fields: None for a dict of the arrays that have as many rows as the largest one, or for the one array; a list of names,
             such as "train/x", for a dict of these; a tuple of names for a tuple; a dict from new names to names in the group;
             one name for that array alone.
+        storage_options: arguments of fsspec's file system for a URL, such as `{"anon": True}` for public data on S3.
 
     Raises:
-        MissingDependencyError: without zarr.
-        ShardError: there is no such group or array, the arrays differ in their rows; while reading, for damaged chunks.
+        MissingDependencyError: without zarr; for a URL without fsspec or the package of the kind of URL.
+        ShardError: there is no such group or array, the arrays differ in their rows; while reading, for damaged chunks and
+            broken connections.
 
     Example:
         >>> from_zarr("no.zarr", "x")
@@ -237,4 +240,4 @@ def from_zarr(path: PathLike, fields: Fields = None) -> Dataset:
             ...
         mpistrat.errors.ShardError: from_zarr: ...no.zarr: expected a directory, got no such directory
     """
-    return Dataset(FieldRows(ZarrGroup(path, fields)))
+    return Dataset(FieldRows(ZarrGroup(path, fields, storage_options)))

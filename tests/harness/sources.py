@@ -131,6 +131,11 @@ def from_netcdf(folder: Path) -> ms.data.Dataset:
     return ms.data.from_netcdf(folder, ["x", "v"])
 
 
+def from_zarr_url(folder: Path) -> ms.data.Dataset:
+    pytest.importorskip("fsspec")
+    return ms.data.from_zarr(f"file://{folder}")
+
+
 def write_sparse(folder: Path, x: np.ndarray, v: np.ndarray) -> None:
     with h5py.File(folder / "a.h5ad", "w") as file:
         file["obs/x"] = x
@@ -172,6 +177,7 @@ SOURCES = {
     "netcdf_by_h5netcdf": Source(from_netcdf, write_netcdf("h5netcdf.legacyapi")),
     "zarr_2": Source(ms.data.from_zarr, write_zarr(2), watched=".zarray"),
     "zarr_3": Source(ms.data.from_zarr, write_zarr(3), watched="zarr.json"),
+    "zarr_url": Source(from_zarr_url, write_zarr(3), watched="zarr.json"),
 }
 WITH_FILES = [name for name, source in SOURCES.items() if source.write]
 

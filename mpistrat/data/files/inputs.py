@@ -11,7 +11,8 @@ from typing import Any
 from ...base import nest
 from ...base.errors import ShardError, explain
 from ...base.text import shortened
-from ..shards.files import PathLike, natural_key, refuse_url
+from ..shards.files import PathLike, natural_key
+from .remote import refuse_url
 
 __all__ = ["Fields", "input_files", "left_out_words", "names_in", "structure_of"]
 

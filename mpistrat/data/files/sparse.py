@@ -15,11 +15,12 @@ from ...base.arguments import integer
 from ...base.lazy import load_optional
 from ..nodes.sources import row_content, short_digest
 from ..shards.belonging import sparse_format
-from ..shards.files import PathLike, refuse_url
+from ..shards.files import PathLike
 from ..shards.objects import Refused, check_filters, field_of, find, find_group
 from ..spec import ArraySpec, stacked_nbytes
 from .handles import DAMAGED, shard_error
 from .inputs import Fields, structure_of
+from .remote import refuse_url
 from .stored import StoredHDF5
 from .units import FieldFiles, StoredField
 

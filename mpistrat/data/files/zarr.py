@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -15,10 +18,11 @@ from ...base import nest
 from ...base.errors import explain
 from ...base.lazy import load_optional
 from ..nodes.sources import row_content, short_digest
-from ..shards.files import PathLike, refuse_url
+from ..shards.files import PathLike
 from ..spec import ArraySpec
 from .handles import ShardFile, shard_error
 from .inputs import Fields, left_out_words, structure_of
+from .remote import RemoteFile, file_system, is_url, web_options
 from .units import FieldFiles, StoredField
 
 __all__ = ["ZarrGroup"]
@@ -41,24 +45,104 @@ def _dtype(array: Any) -> np.dtype[Any] | None:
 class _ZarrArray(StoredField):
     """The rows of an array along its first axis."""
 
-    def __init__(self, where: str, array: Any, dtype: np.dtype[Any], check: Callable[[], None]) -> None:
+    def __init__(self, where: str, array: Any, dtype: np.dtype[Any], check: Callable[[], None], remote: bool) -> None:
         self._where = where
         self._array = array
         self._check = check
+        self._remote = remote
         self.spec = ArraySpec(array.shape[1:], dtype)
         self.unit_rows = max(1, int(array.chunks[0]))
 
     def __len__(self) -> int:
         return int(self._array.shape[0])
 
+    def _may_be_missing(self, rows: NDArray[Any]) -> bool:
+        """Return True if rows have the fill value, that of missing chunks; of remote ones only, where a look takes long."""
+        if not self._remote or rows.dtype.kind not in "biufc":
+            return True
+        fill = np.asarray(self._array.fill_value or 0, rows.dtype)
+        return bool(np.isnan(rows).any() if np.isnan(fill) else (rows == fill).any())
+
     def read(self, start: int, stop: int) -> NDArray[Any]:
         try:
             rows = np.asarray(self._array[start:stop])
         except Exception as error:  # each codec raises its own
             got, remedy = f"{type(error).__name__}: {error}", "The chunk is damaged: copy the directory again."
+            if self._remote:
+                remedy = "The chunk is damaged, or the connection broke."
             raise _error(f"{self._where}: rows {start} to {stop}", "chunks that can be decoded", got, remedy) from error
-        self._check()  # zarr reads the fill value where the directory is gone
+        if self._may_be_missing(rows):  # zarr reads the fill value where the directory is gone
+            self._check()
         return np.ascontiguousarray(rows.astype(self.spec.dtype, copy=False))
+
+
+class _Place(ABC):
+    """Where a group is.
+
+    Attributes:
+        path: for errors.
+    """
+
+    path: str | Path
+
+    @abstractmethod
+    def store(self, zarr: Any) -> Any:
+        """Return what zarr opens."""
+
+    @abstractmethod
+    def metadata(self, names: Iterable[str]) -> Sequence[ShardFile | _RemoteMetadata]:
+        """Return the files that describe arrays with these names, as they are now."""
+
+
+@final
+class _Local(_Place):
+    def __init__(self, path: Path) -> None:
+        self.path: Path = path
+        if not path.exists():
+            raise _error(path, "a directory", "no such directory")
+
+    def store(self, zarr: Any) -> Any:
+        return zarr.storage.ZipStore(self.path, mode="r") if self.path.is_file() else str(self.path)
+
+    def metadata(self, names: Iterable[str]) -> list[ShardFile]:
+        files = [self.path, *(self.path / name / file for name in names for file in _METADATA)]
+        return [ShardFile.of(file, "from_zarr") for file in files if file.is_file()]
+
+
+@final
+class _RemoteMetadata:
+    """A remote file as it was opened."""
+
+    def __init__(self, system: Any, name: str) -> None:
+        self._system, self._name = system, name
+        self._file = RemoteFile.of("from_zarr", system, name, system.info(name))
+
+    def check(self) -> None:
+        found = RemoteFile.of("from_zarr", self._system, self._name)
+        if found != self._file:
+            expected = "the file as it was opened (URL, bytes, version)"
+            remedy = "Files must not change while they are read: make a new dataset."
+            raise _error(self._file.url, expected, f"{found} instead of {self._file}", remedy)
+
+
+@final
+class _Remote(_Place):
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        self.path: str = url.rstrip("/")
+        self._options = web_options("from_zarr", url, options)
+        self._system, self._root = file_system("from_zarr", self.path, options)
+
+    def store(self, zarr: Any) -> Any:
+        return zarr.storage.FsspecStore.from_url(self.path, storage_options=self._options, read_only=True)
+
+    def metadata(self, names: Iterable[str]) -> list[_RemoteMetadata]:
+        found = []
+        for parts in itertools.product([self._root.rstrip("/")], names, _METADATA):
+            with contextlib.suppress(FileNotFoundError):
+                found.append(_RemoteMetadata(self._system, "/".join(filter(None, parts))))
+        if not found:
+            raise _error(self.path, "a Zarr group or array", "no such files")
+        return found
 
 
 @final
@@ -67,16 +151,13 @@ class ZarrGroup(FieldFiles):
 
     function = "from_zarr"
 
-    def __init__(self, path: PathLike, fields: Fields) -> None:
+    def __init__(self, path: PathLike, fields: Fields, storage_options: Mapping[str, Any] | None = None) -> None:
         structure = structure_of("from_zarr", "fields", fields)
-        refuse_url("from_zarr", path)
-        self._path = Path(path).absolute()
-        if not self._path.exists():
-            raise _error(self._path, "a directory", "no such directory")
+        place = _Remote(str(path), storage_options or {}) if is_url(path) else _Local(Path(path).absolute())
+        self._path = place.path
         zarr = load_optional("zarr", "from_zarr", "zarr, which reads these files", 'pip install "mpistrat[zarr]"')
         try:
-            store = zarr.storage.ZipStore(self._path, mode="r") if self._path.is_file() else str(self._path)
-            opened = zarr.open(store, mode="r")
+            opened = zarr.open(place.store(zarr), mode="r")
             alone = isinstance(opened, zarr.Array)
             members = [("", opened)] if alone else sorted(opened.members(max_depth=None))
         except Exception as error:  # the package raises many kinds
@@ -93,9 +174,7 @@ class ZarrGroup(FieldFiles):
         rows = {name: len(field) for name, field in self.fields.items()}
         if len(set(rows.values())) > 1:
             raise _error(self._path, "arrays with equally many rows", rows, "Name those that belong together.")
-        folders = sorted({self._path, *(self._path / name.strip("/") for name in self.fields)})
-        files = [self._path, *(folder / name for folder in folders for name in _METADATA)]
-        self._status = [ShardFile.of(file, "from_zarr") for file in files if file.is_file()]
+        self._status = place.metadata(sorted({"", *(name.strip("/") for name in self.fields)}))
 
     def _belonging(self, arrays: Mapping[str, Any]) -> list[str]:
         """Return the names of the arrays that have the rows of the largest one; note why others are left out."""
@@ -117,7 +196,7 @@ class ZarrGroup(FieldFiles):
         array, dtype = arrays[key], _dtype(arrays[key])
         if dtype is None or not array.ndim:
             raise _error(where, "rows of numbers, times or text", f"{array.dtype} of shape {array.shape}")
-        return _ZarrArray(where, array, dtype, self.check)
+        return _ZarrArray(where, array, dtype, self.check, isinstance(self._path, str))
 
     def check(self) -> None:
         for file in self._status:

@@ -27,7 +27,6 @@ __all__ = [
     "is_small",
     "manifest_path",
     "natural_key",
-    "refuse_url",
     "remember_whole",
     "resolve",
     "set_pattern",
@@ -125,22 +124,6 @@ def check_ends(path: Path, entry: ShardEntry | None) -> None:
         return
     if found != entry.ends:
         raise shard_error(path, f"digest {entry.ends} of the first and last 64 KiB (manifest)", found, _REMEDY)
-
-
-def refuse_url(function: str, path: PathLike) -> None:
-    """Raise ShardError for the URL of a remote file, which no reader reads in place.
-
-    Example:
-        >>> refuse_url("from_tar", "s3://bucket/a.tar")
-        Traceback (most recent call last):
-            ...
-        mpistrat.errors.ShardError: from_tar: s3://bucket/a.tar: expected a path on this machine, got a URL. Copy ...
-    """
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", os.fspath(path)):
-        remedy = (
-            f"Copy the files to this node first, and read the copies: ms.data.download({os.fspath(path)!r}, folder)."
-        )
-        raise shard_error(os.fspath(path), "a path on this machine", "a URL", remedy, function)
 
 
 def natural_key(path: Path) -> tuple[object, ...]:
@@ -258,7 +241,6 @@ def resolve(files: PathLike | Sequence[PathLike]) -> FileSet:
     """
     if not isinstance(files, (str, os.PathLike)):
         return _listed(_paths(files), repr(files))
-    refuse_url("HDF5Dataset", files)
     path = Path(files)
     try:
         mode = _mode(path)
@@ -290,7 +272,6 @@ def _paths(files: Any) -> list[Path]:
     for number, path in enumerate(files):
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(explain("HDF5Dataset", f"files[{number}]", expected="a path", got=repr(path)))
-        refuse_url("HDF5Dataset", path)
         paths.append(Path(path))
     return paths
 

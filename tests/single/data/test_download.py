@@ -17,6 +17,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.data import copies, download
+from mpistrat.data.files import remote as remotes
 from mpistrat.errors import MissingDependencyError, ShardError
 from tests.harness.file_server import FileServer, serving
 from tests.harness.sources import ROWS, SOURCES, WITH_FILES, V, X, written
@@ -165,7 +166,7 @@ def test_a_server_that_goes_silent(
     tmp_path: Path, server: FileServer, remote: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled(remote, ["a.bin"])
-    monkeypatch.setattr(copies, "_SILENCE", 0.3)
+    monkeypatch.setattr(remotes, "_SILENCE", 0.3)
     server.behave["/a.bin"] = "stall"
     began = time.monotonic()
     with pytest.raises(ShardError, match=rf"{server.url}/a\.bin: expected 100000 bytes, got .*[Tt]imeout"):
@@ -189,6 +190,19 @@ def test_a_new_version_is_copied_again(tmp_path: Path, server: FileServer, remot
             os.utime(remote / "a.bin", (0, 1_600_000_000 + 1000 * number))
             assert download(f"{server.url}/a.bin", tmp_path / "node").read_bytes() == content
         assert len(old.read()) == 100_000
+
+
+def test_a_file_that_the_remote_folder_no_longer_has(tmp_path: Path, server: FileServer, remote: Path) -> None:
+    """Its copy would give rows that are no longer there."""
+    filled(remote, ["a/1.bin", "a/2.bin", "b/3.bin"])
+    same_files(download(f"{server.url}/a/", tmp_path / "node"), remote / "a")
+    download(f"{server.url}/b/3.bin", tmp_path / "node")
+    (remote / "a/2.bin").unlink()
+    same_files(download(f"{server.url}/a/", tmp_path / "node"), remote / "a")
+    filled(remote, ["a/2.bin"])
+    same_files(download(f"{server.url}/a/", tmp_path / "node"), remote / "a")
+    download(f"{server.url}/b/3.bin", tmp_path / "node")
+    assert server.gets["/b/3.bin"] == 1
 
 
 @pytest.mark.parametrize("damage", ["truncated", "gone", "note"])
@@ -305,7 +319,6 @@ def test_wrong_arguments(tmp_path: Path, remote: Path, monkeypatch: pytest.Monke
         "from_tables",
         "from_tar",
         "from_tfrecord",
-        "from_zarr",
         "from_netcdf",
     ],
 )
