@@ -327,6 +327,22 @@ def test_sources_refuse_urls(source: str) -> None:
         getattr(ms.data, source)("s3://bucket/a.h5")
 
 
+def test_the_example_of_the_page(tmp_path: Path, server: FileServer, remote: Path) -> None:
+    """That of docs/input.md, with another host and folder."""
+    ms.data.write_shards(remote / "train", {"x": np.arange(600)}, num_shards=3)
+    page = (Path(__file__).parents[3] / "docs/input.md").read_text()
+    example = page.partition("### Remote files")[2].partition("```text")[2].partition("```")[0]
+    assert "https://host/" in example
+    assert "/local/" in example
+    example = example.replace("https://host/", f"{server.url}/").replace("/local/", f"{tmp_path}/local/")
+    batches: list[Any] = []
+    names: dict[str, Any] = {"ms": ms, "strategy": ms.OneDeviceStrategy(), "batches": batches}
+    exec(example.replace("...", "batches.append(batch['x'])"), names)
+    names["strategy"].close()
+    assert sorted(np.concatenate(batches).tolist()) == list(range(600))
+    assert len(batches) == 3
+
+
 def test_notes_of_copies_are_plain(tmp_path: Path, remote: Path) -> None:
     filled(remote, ["a.bin"])
     path = download(remote / "a.bin", tmp_path / "node")
