@@ -21,7 +21,7 @@ class FileServer:
     """Attributes:
     url: of the folder, without "/" at the end.
     gets: the number of GET requests by path.
-    behave: by path: a status, or "cut", "cut once", "stall", "no size".
+    behave: by path: a status, or "cut", "cut once", "stall", "short" (a whole answer with half the bytes), "no size".
     """
 
     url: str
@@ -53,10 +53,10 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         behaviour = self.state.behave.get(self.path)
         if isinstance(behaviour, int):
             self.send_error(behaviour)
-        elif behaviour in ("cut", "stall") or (behaviour == "cut once" and self.state.gets[self.path] == 1):
+        elif behaviour in ("cut", "stall", "short") or (behaviour == "cut once" and self.state.gets[self.path] == 1):
             whole = Path(self.translate_path(self.path)).read_bytes()
             self.send_response(200)
-            self.send_header("Content-Length", str(len(whole)))
+            self.send_header("Content-Length", str(len(whole) // 2 if behaviour == "short" else len(whole)))
             self.end_headers()
             self.wfile.write(whole[: len(whole) // 2])
             self.wfile.flush()

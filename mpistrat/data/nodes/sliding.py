@@ -62,11 +62,9 @@ class _Sliding(Stage):
         if rows.size and epochs.min() == epochs.max():
             rows, places = np.unique(rows, return_inverse=True)
         found = self._parent.gather(epochs[: rows.size], rows)
-        places = places.reshape(-1, self._rows)
-        window = nest.map_structure(lambda leaf: leaf[places[:, : self._length]], found)
-        if not self._horizon:
-            return window
-        return window, nest.map_structure(lambda leaf: leaf[places[:, self._length :]], found)
+        past, future = np.split(places.reshape(-1, self._rows), [self._length], axis=1)
+        window = nest.map_structure(lambda leaf: leaf[past], found)
+        return (window, nest.map_structure(lambda leaf: leaf[future], found)) if self._horizon else window
 
     def expect(self, epochs: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
         self._parent.expect(*self._addresses(epochs, positions))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,7 @@ def test_s3(tmp_path: Path, remote: Path) -> None:
         (403, "403", 0),
         (500, "500", 0),
         ("cut", "expected 100000 bytes, got ", 3),
+        ("short", "expected 100000 bytes, got .*50000 bytes, then the end", 3),
         ("no size", "the size of the file.*a server that does not give it", 0),
     ],
 )
@@ -273,6 +275,21 @@ def test_processes_that_wait_get_the_error(tmp_path: Path, server: FileServer, r
     for process in processes(f"{server.url}/a.bin", tmp_path / "node", 3):
         assert process.returncode == 1
         assert f"ShardError: download: {server.url}/a.bin: expected 100000 bytes, got" in process.stderr
+
+
+def test_a_thread_that_waits_does_not_try_again(
+    tmp_path: Path, server: FileServer, remote: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the last of many ranks would get the error after as many time limits."""
+    filled(remote, ["a.bin"])
+    monkeypatch.setattr(remotes, "_SILENCE", 0.5)
+    server.behave["/a.bin"] = "stall"
+    with ThreadPoolExecutor() as pool:
+        both = [pool.submit(download, f"{server.url}/a.bin", tmp_path / "node") for _ in range(2)]
+        errors = [str(each.exception(timeout=30)) for each in both]
+    assert errors[0] == errors[1]
+    assert f"{server.url}/a.bin: expected 100000 bytes" in errors[0]
+    assert server.gets["/a.bin"] == 3
 
 
 def test_a_process_that_is_killed_leaves_no_lock(tmp_path: Path, server: FileServer, remote: Path) -> None:
