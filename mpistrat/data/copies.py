@@ -87,10 +87,11 @@ class _Copies:
 
     def _raise_failure(self, file: _Remote) -> None:
         """Raise the error of a process that failed to make this copy while this one waited for it."""
-        failure = self._note(file.path, "failed")
-        with contextlib.suppress(OSError):
-            if failure.stat().st_mtime >= self._since:
-                raise ShardError(failure.read_text())
+        failure, text = self._note(file.path, "failed"), ""
+        with contextlib.suppress(FileNotFoundError):
+            text = failure.read_text() if failure.stat().st_mtime >= self._since else ""
+        if text:
+            raise ShardError(text)
 
     def _copy(self, file: _Remote, system: Any, source: str) -> None:
         part, note = self._note(file.path, "part"), self._note(file.path, "json")

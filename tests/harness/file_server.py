@@ -21,7 +21,7 @@ class FileServer:
     """Attributes:
     url: of the folder, without "/" at the end.
     gets: the number of GET requests by path.
-    behave: by path: a status, or "cut", "cut once", "stall", "short" (a whole answer with half the bytes), "no size".
+    behave: by path: a status, or "cut", "cut once", "stall", "short" (a whole answer with half the bytes), "slow", "no size".
     """
 
     url: str
@@ -51,6 +51,8 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
     def do_GET(self) -> None:
         self.state.gets[self.path] += 1
         behaviour = self.state.behave.get(self.path)
+        if behaviour == "slow":
+            time.sleep(0.3)
         if isinstance(behaviour, int):
             self.send_error(behaviour)
         elif behaviour in ("cut", "stall", "short") or (behaviour == "cut once" and self.state.gets[self.path] == 1):

@@ -263,6 +263,7 @@ def processes(url: str, folder: Path, count: int) -> list[subprocess.CompletedPr
 def test_processes_of_a_node_copy_each_file_once(tmp_path: Path, server: FileServer, remote: Path) -> None:
     names = [f"{number}.bin" for number in range(12)]
     filled(remote, names, 1 << 20)
+    server.behave = dict.fromkeys([f"/{name}" for name in names], "slow")
     for process in processes(f"{server.url}/", tmp_path / "node", 4):
         assert process.returncode == 0, process.stderr
         same_files(Path(process.stdout.strip()), remote)
