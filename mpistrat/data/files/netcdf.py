@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,8 +46,10 @@ def _reading(where: object) -> Iterator[None]:
     except (MpistratError, MemoryError):
         raise
     except Exception as error:  # each package raises its own kinds
+        too_many = getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
+        remedy = "Raise the number of files that a process may open (ulimit -n)." if too_many else DAMAGED
         got = f"{type(error).__name__}: {error}"
-        raise shard_error(where, "data that can be read", got, DAMAGED, _FUNCTION) from error
+        raise shard_error(where, "data that can be read", got, remedy, _FUNCTION) from error
 
 
 @final

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ def same_as_xarray(path: Path, names: list[str], dimension: str = "time", **opti
     with xarray.open_dataset(path, decode_timedelta=False, **options) as expected:
         for name in names:
             values = expected[name].transpose(dimension, ...).values[ORDER]
-            if values.dtype.kind == "U":
+            if values.dtype.kind in "TU":
                 values = values.astype(object)
             np.testing.assert_array_equal(rows[name], values, strict=True)
 
@@ -121,6 +122,39 @@ def test_random_variables(seed: int, tmp_path: Path) -> None:
     unlimited = "time" if rng.random() < 0.5 else None
     path = write(tmp_path / "a.nc", variables, format, unlimited)
     same_as_xarray(path, list(variables))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("engine", ["netcdf4", "h5netcdf", "scipy"])
+def test_files_that_xarray_writes(engine: str, tmp_path: Path) -> None:
+    """Flags, text, times with a missing one, packed values by encoding, and the dimension as a coordinate or not."""
+    if engine == "scipy":
+        pytest.importorskip("scipy")
+    times = np.datetime64("2000-02-28", "ns") + np.arange(ROWS) * np.timedelta64(6, "h")
+    started = times - np.timedelta64(1, "h")
+    started[4] = "NaT"
+    values = np.random.default_rng(0).normal(size=(ROWS, 2, 3))
+    values[3, 1] = np.nan
+    written = xarray.Dataset(
+        {
+            "t2m": (("time", "lat", "lon"), values, {"units": "K"}),
+            "packed": (("time", "lat", "lon"), values),
+            "started": (("time",), started),
+            "flag": (("time",), np.arange(ROWS) % 2 == 0),
+            "name": (("time",), np.array([f"ü{row}" for row in range(ROWS)])),
+            "lat_bounds": (("lat", "two"), np.zeros((2, 2))),
+            "height": ((), 2.0),
+        },
+        {"time": times, "lat": [10.0, 20.0]},
+    )
+    encoding = {"packed": {"dtype": "i2", "scale_factor": 0.01, "add_offset": 1.0, "_FillValue": -32768}}
+    written.to_netcdf(tmp_path / "a.nc", engine=engine, encoding=encoding)
+    names = ["time", "t2m", "packed", "started", "flag", "name"]
+    same_as_xarray(tmp_path / "a.nc", names)
+    dataset = from_netcdf(tmp_path / "a.nc")
+    assert sorted(dataset.element_spec) == sorted(names)
+    assert np.isnat(dataset.rows([4])["started"][0])
+    assert np.isnan(dataset.rows([3])["packed"][0]).tolist() == [[False] * 3, [True] * 3]
 
 
 def test_variables_along_the_unlimited_dimension(tmp_path: Path) -> None:
@@ -427,3 +461,21 @@ def test_other_rows_have_other_fingerprints(tmp_path: Path) -> None:
         prints.append(from_netcdf(path).node.fingerprint())
     assert prints[0] == prints[1]
     assert len(set(prints)) == 4
+
+
+@pytest.mark.parametrize(("format", "limit"), [("NETCDF4", 180), ("NETCDF3_CLASSIC", 320)])
+def test_more_files_than_may_be_open(format: str, limit: int, tmp_path: Path) -> None:
+    """xarray keeps 128 files open; SciPy's maps take two descriptors each."""
+    needs_scipy(format)
+    for number in range(200):
+        write(tmp_path / f"{number}.nc", {"x": (("time",), np.full(2, number, "i4"), {})}, format)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit, hard), hard))
+    try:
+        rows = [int(x) for x in from_netcdf(tmp_path, "x").shuffle(seed=1, mode="full")]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (60, hard))
+        with pytest.raises(ShardError, match="Too many open files.*ulimit -n"):
+            from_netcdf(tmp_path, "x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert sorted(rows) == sorted([*range(200)] * 2)
