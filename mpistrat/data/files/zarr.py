@@ -77,7 +77,7 @@ class _ZarrArray(StoredField):
 
 
 class _Place(ABC):
-    """Where a group is.
+    """The place of a group.
 
     Attributes:
         path: for errors.
@@ -95,7 +95,7 @@ class _Place(ABC):
 
 
 @final
-class _Local(_Place):
+class _LocalFolder(_Place):
     def __init__(self, path: Path) -> None:
         self.path: Path = path
         if not path.exists():
@@ -126,7 +126,7 @@ class _RemoteMetadata:
 
 
 @final
-class _Remote(_Place):
+class _RemoteFolder(_Place):
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self.path: str = url.rstrip("/")
         self._options = web_options("from_zarr", url, options)
@@ -153,7 +153,7 @@ class ZarrGroup(FieldFiles):
 
     def __init__(self, path: PathLike, fields: Fields, storage_options: Mapping[str, Any] | None = None) -> None:
         structure = structure_of("from_zarr", "fields", fields)
-        place = _Remote(str(path), storage_options or {}) if is_url(path) else _Local(Path(path).absolute())
+        place = _RemoteFolder(str(path), storage_options or {}) if is_url(path) else _LocalFolder(Path(path).absolute())
         self._path = place.path
         zarr = load_optional("zarr", "from_zarr", "zarr, which reads these files", 'pip install "mpistrat[zarr]"')
         try:

@@ -110,3 +110,19 @@ def test_what_is_not_there(server: FileServer) -> None:
             from_zarr(url)
     with pytest.raises(ShardError, match="from_zarr: no://a: expected a URL that fsspec knows"):
         from_zarr("no://a")
+
+
+def test_shards_on_a_server_without_ranges(tmp_path: Path) -> None:
+    """It answers with the whole shard where a part was wanted."""
+    zarr.create_array(tmp_path / "a.zarr", data=X, chunks=(2, 2, 3), shards=(8, 2, 3))
+    memory = fsspec.filesystem("memory")
+    memory.put(str(tmp_path / "a.zarr"), "/s/a.zarr", recursive=True)
+    try:
+        np.testing.assert_array_equal(from_zarr("memory://s/a.zarr").rows(ORDER), X[ORDER], strict=True)
+    finally:
+        memory.rm("/s", recursive=True)
+    with (
+        serving(tmp_path) as server,
+        pytest.raises(ShardError, match=rf"from_zarr: {server.url}/a\.zarr: rows 6 to 8: "),
+    ):
+        from_zarr(f"{server.url}/a.zarr").rows([7])
