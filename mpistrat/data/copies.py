@@ -218,11 +218,10 @@ def download(
         ShardError: naming the URL, for files that are missing, forbidden, incomplete, or do not fit.
 
     Example:
-        >>> import pathlib, tempfile
-        >>> download("no://host/train/", tempfile.gettempdir())
+        >>> download([], "/local/train")
         Traceback (most recent call last):
             ...
-        mpistrat.errors.ShardError: download: no://host/train/: expected a URL that fsspec knows, ...
+        mpistrat.errors.ShardError: download: files: expected at least one URL, got none
     """
     one = isinstance(files, (str, os.PathLike))
     urls = [os.fspath(each) for each in ([files] if isinstance(files, (str, os.PathLike)) else files)]
