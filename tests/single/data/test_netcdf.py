@@ -395,15 +395,20 @@ def test_formats_that_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ShardError, match=r"five\.nc: expected a file of netCDF-4 or .*, got one of CDF-5.*nccopy -k nc4"
     ):
         from_netcdf(five)
-    classic = write(tmp_path / "classic.nc", {"x": (("time",), np.arange(3, dtype="i4"), {})}, "NETCDF3_CLASSIC")
-    with pytest.raises(ShardError, match="expected a group 'a', got a netCDF-3 file, without groups"):
-        from_netcdf(classic, "a/x")
     (tmp_path / "text.nc").write_text("time,x\n0,1\n")
     with pytest.raises(ShardError, match=r"text\.nc: expected an HDF5 file"):
         from_netcdf(tmp_path / "text.nc")
+    classic = write(tmp_path / "classic.nc", {"x": (("time",), np.arange(3, dtype="i4"), {})}, "NETCDF3_CLASSIC")
     monkeypatch.setitem(sys.modules, "scipy.io", None)
     with pytest.raises(MissingDependencyError, match="from_netcdf: expected SciPy.*pip install scipy; or convert"):
         from_netcdf(classic)
+
+
+def test_a_classic_file_has_no_groups(tmp_path: Path) -> None:
+    needs_scipy("NETCDF3_CLASSIC")
+    classic = write(tmp_path / "classic.nc", {"x": (("time",), np.arange(3, dtype="i4"), {})}, "NETCDF3_CLASSIC")
+    with pytest.raises(ShardError, match="expected a group 'a', got a netCDF-3 file, without groups"):
+        from_netcdf(classic, "a/x")
 
 
 @pytest.mark.parametrize("package", ["xarray", "h5netcdf"])
