@@ -890,8 +890,9 @@ class MpiProcessGroup(dist.ProcessGroup):
             raise ValueError(explain(function, argument, expected=expected, got=f"{len(tensors)}", rank=self._rank))
 
 
-for _name in dir(c10d.Backend):  # they differ by the version of PyTorch
-    if _name.startswith("supports_") and not hasattr(MpiProcessGroup, _name):
+for _name in {*dir(c10d.Backend), *dir(c10d.ProcessGroup)}:  # they differ by the version of PyTorch
+    # a property of ProcessGroup asks a backend of C++
+    if _name.startswith(("supports_", "_supports_")) and _name not in vars(MpiProcessGroup):
         setattr(MpiProcessGroup, _name, False)
 
 

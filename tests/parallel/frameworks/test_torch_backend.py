@@ -638,7 +638,8 @@ def test_it_is_its_own_backend_without_the_optional_functions(group):
     cpu = torch.device("cpu")
     backend = group._get_backend(cpu)
     assert backend is group
-    names = [name for name in dir(c10d.Backend) if name.startswith("supports_") and name != "supports_tensor_alloc"]
+    names = {name for kind in (c10d.Backend, c10d.ProcessGroup) for name in dir(kind)} - {"supports_tensor_alloc"}
+    names = sorted(name for name in names if name.startswith(("supports_", "_supports_")))
     assert [name for name in names if getattr(backend, name) is not False] == []
     assert not backend.supports_tensor_alloc(cpu)
     with pytest.raises(RuntimeError, match="No backend type|not find the default backend"):

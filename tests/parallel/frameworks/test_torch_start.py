@@ -36,6 +36,7 @@ def nothing_set():
 def stand_in(monkeypatch):
     """A group of gloo in the place of the group over MPI; the calls that made one."""
     from mpistrat.torch import backend
+    from mpistrat.torch.backend.group import MpiProcessGroup
 
     calls = []
 
@@ -48,7 +49,7 @@ def stand_in(monkeypatch):
         return dist.ProcessGroupGloo(opts.store, opts.group_rank, opts.group_size, opts.timeout)
 
     module = types.ModuleType("mpistrat.torch.backend.group")
-    module.over, module.create = over, create
+    module.over, module.create, module.MpiProcessGroup = over, create, MpiProcessGroup
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(backend, "group", module, raising=False)
     return calls
