@@ -152,19 +152,19 @@ class GpuGroup:
         """Set the time limit of NCCL's operations."""
         self._timeout = timeout
         if self.inner is not None:
-            _first_of(self.inner, "set_timeout", "_set_default_timeout")(timeout)
+            next(_found(self.inner, "set_timeout", "_set_default_timeout"))(timeout)
 
     def close(self) -> None:
         """End NCCL. Collective the first time; later calls do nothing."""
         inner, self.inner = self.inner, None
         if inner is not None:
-            _first_of(inner, "shutdown", "_shutdown")()
+            _end(inner, "shutdown", "_shutdown")
 
     def abort(self) -> None:
         """End NCCL without waiting for other ranks, if PyTorch can."""
         inner, self.inner = self.inner, None
         if inner is not None:
-            _first_of(inner, "abort", "_abort", "_shutdown")()
+            _end(inner, "abort", "_abort", "_shutdown")
 
     def _why_not(self, device: torch.device, seconds: float) -> str:
         """Return the reason why NCCL cannot be used; "" if it can. Collective; the same on every rank."""
@@ -178,9 +178,16 @@ class GpuGroup:
         return "; ".join(f"{named('rank', ranks)} share a GPU" for ranks in shared.values())
 
 
-def _first_of(inner: Any, *names: str) -> Callable[..., Any]:
-    """Return the first of some methods that this version of PyTorch has."""
-    return next(found for found in (getattr(inner, name, None) for name in names) if found is not None)
+def _found(inner: Any, *names: str) -> Iterator[Callable[..., Any]]:
+    """Yield those of some methods that this version of PyTorch has."""
+    return (getattr(inner, name) for name in names if hasattr(inner, name))
+
+
+def _end(inner: Any, *names: str) -> None:
+    """Call the first of some methods that end a group. One that has none, as gloo's of PyTorch 2.5, ends when it is freed."""
+    for method in _found(inner, *names):
+        method()
+        return
 
 
 def inner_group(timeout: timedelta) -> tuple[Callable[[Any, int, int], Any], Any]:
