@@ -6,9 +6,9 @@ import itertools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from .rule import UpdateRule, UpdateRun
 from .schedules import LearningRateSchedule
 from .settings import changed
 from .slots import SlotStore, whole_slots
+
+if TYPE_CHECKING:
+    from .device_scale import DeviceLossScale
 
 __all__ = ["OptimizerCore", "find", "known"]
 
@@ -43,7 +46,8 @@ class OptimizerCore:
             on none.
         taken: the number of steps of each set of variables that all ranks have started, by names. It schedules the comparison
             of weights, so refused steps do not count.
-        calls: the number of calls of `apply_gradients`: more than `iterations` with gradient accumulation.
+        started: the number of calls of `apply_gradients`, with those that a GPU has skipped since the host last asked; equal on
+            all ranks.
         rate: the learning rate, as it was set.
         revision: a number that grows whenever an attribute is set: `describe` may have changed.
         strategy: the strategy that it serves; None before the first step.
@@ -55,6 +59,8 @@ class OptimizerCore:
         begun: the variables passed to `begin` since the last step.
         unsaved: the settings that are not in files: the program, or a wrapping optimizer, sets them.
         divisor: divides the next step's sums of gradients, equal on all ranks.
+        before_step: called with each step before it is taken: a LossScaleOptimizer's.
+        overflow: the LossScaleOptimizer's part on the GPU, if that decides which steps are skipped.
         start: the value before the first step of each slot that does not start at 0, as given.
     """
 
@@ -63,7 +69,9 @@ class OptimizerCore:
 
     def __init__(self, optimizer: UpdateRule, start: Mapping[str, float]) -> None:
         self.optimizer, self.start = optimizer, start
-        self.calls, self.revision = 0, 0
+        self.started, self.revision = 0, 0
+        self.before_step: Callable[[UpdateRun], None] | None = None
+        self.overflow: DeviceLossScale | None = None
         self.strategy: Any = None
         self.variables: list[Variable] = []
         self.updated_first: list[Variable] = []
@@ -81,7 +89,8 @@ class OptimizerCore:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which `take_next_ordinal` completes."""
-        return {name: value for name, value in vars(self).items() if name not in ("_made_in", "_number")}
+        state = {name: value for name, value in vars(self).items() if name not in ("_made_in", "_number")}
+        return {**state, "started": self.calls, "before_step": None, "overflow": None}
 
     # identity
 
@@ -131,9 +140,25 @@ class OptimizerCore:
     # counts, rate and decay
 
     @property
+    def calls(self) -> int:
+        """The number of calls of `apply_gradients` that were not skipped: more than `iterations` with gradient accumulation.
+
+        If a GPU decides about that, the host waits for it.
+        """
+        return self.started - (0 if self.overflow is None else self.overflow.skipped)
+
+    @calls.setter
+    def calls(self, calls: int) -> None:
+        self.started, self.overflow = calls, None
+
+    @property
     def updates(self) -> int:
         """The number of updates so far."""
         return self.calls // (self.optimizer.gradient_accumulation_steps or 1)
+
+    def update_of(self, call: int) -> int:
+        """Return the number of the update that a call belongs to, both counted from 1."""
+        return (call - 1) // (self.optimizer.gradient_accumulation_steps or 1) + 1
 
     def set_calls(self, calls: int) -> None:
         """Set the number of calls; ranks compare it, because they may set different numbers."""
@@ -185,8 +210,20 @@ class OptimizerCore:
     def passes(self) -> tuple[str, ...]:
         """The passes over kept sums before the update; none if the rule updates while it sums."""
         optimizer = self.optimizer
-        clips = optimizer.clipnorm is not None or optimizer.global_clipnorm is not None or optimizer.check_numerics
-        return ("clip",) * clips + optimizer._passes
+        clips = optimizer.clipnorm is not None or optimizer.global_clipnorm is not None or self.check_numerics
+        return ("unscale",) * (self.overflow is not None) + ("clip",) * clips + optimizer._passes
+
+    @property
+    def check_numerics(self) -> bool:
+        """True if the host checks that sums are finite."""
+        return self.optimizer.check_numerics and self.overflow is None
+
+    @property
+    def may_skip(self) -> bool:
+        """True if nothing but numbers of the rule's kernel depends on the number of a step."""
+        rule = self.optimizer
+        counts = rule.use_ema or rule.gradient_accumulation_steps or isinstance(self.rate, CallableRate)
+        return not (counts or rule._passes) and rule._kernel(1, 0.0) is not None
 
     def ratio(self, weights: float, direction: float, size: int, rate: float) -> float:
         """Return the factor of a variable's direction in the next update, see `UpdateRule._ratio`."""

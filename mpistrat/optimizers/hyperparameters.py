@@ -19,6 +19,8 @@ from .schedules import LearningRateSchedule
 __all__ = [
     "AVERAGE",
     "GRADIENT_SUM",
+    "LEAST_SCALE",
+    "MOST_SCALE",
     "CallableRate",
     "CommonSettings",
     "CommonSettingsButDecay",
@@ -34,6 +36,8 @@ AVERAGE, GRADIENT_SUM = (
     "average",
     "gradient_accumulator",
 )  # slots of use_ema and of gradient_accumulation_steps, as in Keras
+
+LEAST_SCALE, MOST_SCALE = 2.0**-126, 2.0**127  # of losses: beyond, float32 is 0 or infinity for good
 
 Rate = float | LearningRateSchedule | Callable[..., float]
 

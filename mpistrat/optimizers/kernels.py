@@ -10,17 +10,27 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from string import Template
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ..base.loops import Around, Span
 from ..comm.arrays import dtype_name, import_cupy, on_device_of
 
-__all__ = ["OPTIONS", "THREADS", "DeviceScale", "options", "source", "squares", "squares_source", "update"]
+__all__ = [
+    "OPTIONS",
+    "THREADS",
+    "DeviceScale",
+    "StoredSteps",
+    "options",
+    "source",
+    "squares",
+    "squares_source",
+    "update",
+]
 
 OPTIONS = ("--fmad=false",)  # of CUDA's compiler: no multiplication is fused with an addition
 _HIP_OPTIONS = ("-ffp-contract=off",)  # the same, of AMD's
@@ -39,6 +49,16 @@ class DeviceScale(NamedTuple):
     def cast(self, dtype: np.dtype) -> Any:
         """Return it as an array of one element."""
         return self.array[self.place : self.place + 1].astype(dtype)
+
+
+class StoredSteps(Protocol):
+    """The numbers of steps in the memory of a GPU, which decides whose are used; see `device_scale`."""
+
+    def stored(self, place: Hashable, numbers: np.ndarray, store: Any) -> tuple[Any, Any]:
+        """Store the numbers of this step for a kernel at a place, and return its last arguments: all rows, and the state.
+
+        `store` is the kernel that writes a row.
+        """
 
 
 class _Body(NamedTuple):
@@ -188,7 +208,8 @@ __device__ inline REAL clipped(REAL x, REAL limit) { return x < -limit ? -limit 
 
 extern "C" __global__ void $name(
     const GRADIENT *__restrict__ gradient, WEIGHT *__restrict__ weights, REAL *__restrict__ sums, REAL *__restrict__ averages,
-    $slots const double *__restrict__ scales, const Step step) {
+    $slots const double *__restrict__ scales, $given) {
+    $enter
     $numbers
     for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < step.n; i += gridDim.x * (long long)blockDim.x) {
         int first = 0;
@@ -213,6 +234,18 @@ extern "C" __global__ void $name(
         }
         if ($writes || step.overwrites) put(weights + i, w);
     }
+}
+"""
+
+# The last arguments, and the first lines. A step that the GPU may skip reads its numbers there, see `device_scale`.
+_GIVEN = "const Step step", ""
+_STORED = (
+    "const char *__restrict__ rows, const double *__restrict__ state",
+    "if (state[1] != 0) return;\n    const Step &step = ((const Step *)rows)[(long long)state[0]];",
+)
+_STORE = """
+extern "C" __global__ void store(char *__restrict__ rows, const long long row, const Step step) {
+    ((Step *)rows)[row] = step;
 }
 """
 
@@ -247,16 +280,21 @@ def _step_dtype(real: str) -> np.dtype:
     return np.dtype([("n", np.int64), *numbers, *counts, ("segment", segment, MOST_SEGMENTS)], align=True)
 
 
-def source(rule: str, weights: str, gradients: str, name: str = "update") -> str:
+def source(rule: str, weights: str, gradients: str, name: str = "update", stored: bool = False) -> str:
     """Return the CUDA source of a rule's kernel, for the dtypes of weights and gradients.
+
+    With `stored` the GPU has the numbers of the step, in a row that the kernel `store` has written, and may skip the step.
 
     Example:
         >>> "adam_step" in source("adam", "bfloat16", "float32", "adam_step")
         True
     """
     body, real = _BODIES[rule], _real(weights)
+    given, enter = _STORED if stored else _GIVEN
     numbers = [f"const REAL {number} = step.number[{i}];" for i, number in enumerate(body.numbers.split())]
-    return Template(_FRAME).substitute(
+    return Template(_FRAME + _STORE * stored).substitute(
+        given=given,
+        enter=enter,
         real=_TYPES[real],
         weight=_TYPES[weights],
         gradient=_TYPES[gradients],
@@ -281,12 +319,20 @@ def options(cupy: ModuleType) -> tuple[str, ...]:
 
 
 @functools.cache
-def _kernel(cupy: ModuleType, rule: str, weights: str, gradients: str) -> Any:
-    return cupy.RawKernel(source(rule, weights, gradients), "update", options(cupy))
+def _kernel(
+    cupy: ModuleType, rule: str, weights: str, gradients: str, name: str = "update", stored: bool = False
+) -> Any:
+    return cupy.RawKernel(source(rule, weights, gradients, stored=stored), name, options(cupy))
 
 
 def update(
-    rule: str, numbers: Sequence[float], parts: Sequence[Any], weights: Any, slots: Sequence[Any], around: Around
+    rule: str,
+    numbers: Sequence[float],
+    parts: Sequence[Any],
+    weights: Any,
+    slots: Sequence[Any],
+    around: Around,
+    overflow: StoredSteps | None = None,
 ) -> bool:
     """Update weights on a GPU by the sum of the parts; return whether it was done.
 
@@ -296,12 +342,13 @@ def update(
         rule, numbers, slots: of a `CompiledLoop`; slot names are replaced by flat arrays, None for none.
         parts, weights: flat arrays of one size, on one GPU.
         around: the other operations of the pass.
+        overflow: decides on the GPU whether the update is skipped.
     """
     kind, gradients = dtype_name(weights.dtype), dtype_name(parts[0].dtype)
     if len(parts) > 1 or kind not in _TYPES or gradients not in (kind, _real(kind)):
         return False
     cupy, step = import_cupy("update"), np.zeros((), _step_dtype(_real(kind)))
-    kernel = _kernel(cupy, rule, kind, gradients)
+    kernel = _kernel(cupy, rule, kind, gradients, "update", overflow is not None)
     step["number"][: len(numbers)] = numbers
     step["factor"], step["calls"] = around.factor, around.calls
     step["clips"], step["limit"] = around.limit is not None, around.limit or 0.0
@@ -320,7 +367,11 @@ def update(
             step["segment"][: len(some)] = [(end - low, scale, decay) for end, scale, decay in some]
             arrays = [_pointer(array, low, high) for array in (parts[0], weights, around.sums, around.averages, *slots)]
             blocks = min(-(-(high - low) // THREADS), MOST_BLOCKS)
-            kernel((blocks,), (THREADS,), (*arrays, np.uintp(0) if device is None else device, step))
+            last: tuple[Any, ...] = (step,)
+            if overflow is not None:
+                store = _kernel(cupy, rule, kind, gradients, "store", True)
+                last = overflow.stored((arrays[1].data.ptr, high), step, store)
+            kernel((blocks,), (THREADS,), (*arrays, np.uintp(0) if device is None else device, *last))
             low = high
     return True
 

@@ -9,17 +9,18 @@ from ..base import context
 from ..base.errors import explain
 from ..base.limits import POSITIVE, Limits, number
 from ..base.log import logger
+from ..comm.arrays import is_gpu
 from ..variables.sharded import ShardedVariable, each_variable
 from ..variables.variable import Variable
 from .config import attributes_of, config_of, made_from
 from .gradients import ReplicaPairs
-from .hyperparameters import Rate
+from .hyperparameters import LEAST_SCALE, MOST_SCALE, Rate
 from .optimizer import Optimizer
+from .rule import UpdateRun
 
 __all__ = ["LossScaleOptimizer"]
 
 _WORRYING = 50  # skipped steps in a row: far more than needed to find a factor
-_LEAST, _MOST = 2.0**-126, 2.0**127  # of a factor: beyond, float32 is 0 or infinity for good
 _STEPS = Limits("a finite number >= 1, and whole", lambda steps: steps >= 1 and steps.is_integer())
 
 
@@ -82,6 +83,7 @@ class LossScaleOptimizer:
         self.inner_optimizer, self.name, self._left_out = inner_optimizer, name, 0
         inner_optimizer.check_numerics = True
         inner_optimizer._core.unsaved |= {"loss_scale_factor"}  # in files as dynamic_scale
+        inner_optimizer._core.before_step = self._prepare
         alone = context.has_strategy() and context.get_strategy().extended.placement.store is not None
         how: dict[str, Any] = {"trainable": False, "per_worker_variable": alone}
         self.dynamic_scale = Variable(self.initial_scale, dtype="float32", name=f"{name}/dynamic_scale", **how)
@@ -118,8 +120,10 @@ class LossScaleOptimizer:
         return self.inner_optimizer._core.calls - int(self._changed_at)
 
     def scale_loss(self, loss: Any) -> Any:
-        """Return a loss times the factor, for the computation of gradients."""
-        return loss * float(self.dynamic_scale)
+        """Return a loss times the factor, for the computation of gradients. An array of CuPy is multiplied on its GPU."""
+        scale = self.dynamic_scale.array
+        on_gpu = is_gpu(scale) and type(loss) is type(scale)
+        return loss * (scale.astype(loss.dtype) if on_gpu else float(scale))
 
     def apply_gradients(
         self,
@@ -134,34 +138,57 @@ class LossScaleOptimizer:
             grads_and_vars, experimental_aggregate_gradients, name: as for `Optimizer.apply_gradients`, whose errors it raises.
 
         Returns:
-            `iterations`, which does not count skipped steps.
+            `iterations`, which does not count skipped steps; on a GPU that decides about them an array of CuPy with that number.
         """
         replica = context.expect_replica("LossScaleOptimizer.apply_gradients")
         pairs = ReplicaPairs(each_variable(grads_and_vars))
         replica.merge_call(self._take_step, args=(pairs, bool(experimental_aggregate_gradients)))
-        return self.iterations
+        overflow = self.inner_optimizer._core.overflow
+        return self.iterations if overflow is None else overflow.count
 
     def _take_step(self, strategy: Any, pairs: Any, aggregate: bool) -> None:
         if self.dynamic_scale.placement.strategy is not strategy:
             expected, got = "an optimizer that was made in the strategy's scope", "one that was made elsewhere"
             raise ValueError(explain("LossScaleOptimizer.apply_gradients", self.name, expected=expected, got=got))
-        inner, scale = self.inner_optimizer, float(self.dynamic_scale)
-        if inner.loss_scale_factor != scale:
-            inner.loss_scale_factor = scale
+        inner = self.inner_optimizer
         try:
             inner._take_step(strategy, pairs, aggregate)
         except FloatingPointError:  # on every rank that steps together with this one
-            self._set(scale / 2)
-            self._left_out += 1
-            speaks = strategy.rank == 0 or strategy.extended.placement.store is not None
-            if self._left_out == _WORRYING and speaks:
-                text = "LossScaleOptimizer: %d steps in a row were left out, for sums that are not finite: the factor is %g now"
-                logger.warning(text, _WORRYING, float(self.dynamic_scale))
+            self._set(0.5)
+            self._note_skipped(self._left_out + 1)
         else:
-            self._left_out = 0
-            if self.step_counter >= self.dynamic_growth_steps:
-                self._set(scale * 2)
+            if inner._core.overflow is None:
+                self._note_skipped(0)
+                if self.step_counter >= self.dynamic_growth_steps:
+                    self._set(2.0)
 
-    def _set(self, scale: float) -> None:
-        self.dynamic_scale.assign(min(max(scale, _LEAST), _MOST))
+    def _prepare(self, step: UpdateRun) -> None:
+        """Give the factor to the inner optimizer before a step, or leave it to the GPU."""
+        inner, core = self.inner_optimizer, self.inner_optimizer._core
+        if not step.may_skip:
+            if core.overflow is not None:
+                core.calls = core.calls  # counted by the host from now on
+            scale = float(self.dynamic_scale)
+            if inner.loss_scale_factor != scale:
+                inner.loss_scale_factor = scale
+            return
+        if core.overflow is None:
+            from .device_scale import DeviceLossScale
+
+            how = self.dynamic_growth_steps, self._note_skipped
+            core.overflow = DeviceLossScale(self.dynamic_scale, self._changed_at, *how)
+            inner.loss_scale_factor = None
+        core.started -= core.overflow.begin((step, core.revision), core.started)
+
+    def _set(self, times: float) -> None:
+        self.dynamic_scale.assign(min(max(float(self.dynamic_scale) * times, LEAST_SCALE), MOST_SCALE))
         self._changed_at.assign(self.inner_optimizer._core.calls)
+
+    def _note_skipped(self, steps: int) -> None:
+        """Warn once if too many steps were skipped in a row."""
+        placement = self.dynamic_scale.placement
+        speaks = placement.strategy.rank == 0 or placement.store is not None
+        if self._left_out < _WORRYING <= steps and speaks:
+            text = "LossScaleOptimizer: %d steps in a row were left out, for sums that are not finite: the factor is %g now"
+            logger.warning(text, steps, float(self.dynamic_scale))
+        self._left_out = steps

@@ -276,7 +276,8 @@ class Optimizer(UpdateRule, metaclass=_Counted):
 
         Call it in replica context, on all replicas, with the same variables in the same order, each once per step. The next
         `apply_gradients` takes the sums, with the same bits as without this call. Do not change these gradients in `v.grad`
-        before. A thread exchanges them between nodes; the first steps measure and log whether that is faster.
+        before. A thread exchanges them between nodes; the first steps measure and log whether that is faster. On GPUs NCCL sums
+        them, on one node too, and ranks do not wait for each other here.
 
         Under `sharded_gradients` the gradients are submitted: `v.grad` cannot be read or written until the end of the step, and
         its memory is free.
@@ -302,10 +303,12 @@ class Optimizer(UpdateRule, metaclass=_Counted):
                 core.steps.clear()
             step = core.steps[key] = self._new_step(strategy, replicas[0])
         try:
+            if core.before_step is not None:
+                core.before_step(step)
             core.begun.check(strategy, replicas, aggregate)
             step.load(replicas, key)
             step.run(aggregate)
-            core.calls += 1
+            core.started += 1
             core.begun.note_step(strategy)
         except BaseException:
             core.forget_first_update(key)

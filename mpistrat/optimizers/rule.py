@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, final
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, final
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from ..comm.arrays import accumulation_dtype, as_buffer, is_gpu
 from ..variables.variable import Variable
 from .gradients import Pairs
 from .hyperparameters import AVERAGE, GRADIENT_SUM, Hyperparameters
+
+if TYPE_CHECKING:
+    from .kernels import StoredSteps
 
 __all__ = ["Block", "BlockUpdate", "UpdateRule", "UpdateRun", "form_mean", "multiply_spans"]
 
@@ -123,6 +126,11 @@ class UpdateRun(ABC):
 
     strategy: Any
 
+    @property
+    def may_skip(self) -> bool:
+        """True if the GPU can skip the step without the host, see `device_scale`; the same on every rank."""
+        return False
+
     @abstractmethod
     def describe(self) -> None:
         """Update the description of the optimizer, after its numbers have changed."""
@@ -159,6 +167,7 @@ class BlockUpdate:
         self._momentum: float | None = None  # of the averages, None without averages
         self._overwrites = False
         self._loop: CompiledLoop | None = None
+        self._overflow: StoredSteps | None = None
 
     @functools.cached_property
     def _memory(self) -> Sequence[Any]:
@@ -173,9 +182,12 @@ class BlockUpdate:
         """A block of gradients; the caller may use it."""
         return self._memory[3]
 
-    def begin(self, step: int, rate: float, factor: float = 1.0) -> None:
-        """Set the values that all blocks of a step share; sums of parts are multiplied by the factor."""
-        self._step, self._rate, self._factor = step, rate, factor
+    def begin(self, step: int, rate: float, factor: float = 1.0, overflow: StoredSteps | None = None) -> None:
+        """Set the values that all blocks of a step share; sums of parts are multiplied by the factor.
+
+        `overflow` decides on the GPU whether the step is skipped.
+        """
+        self._step, self._rate, self._factor, self._overflow = step, rate, factor, overflow
         rule = self._rule
         self._loop = rule._loop(step, rate)
         self._limit = None if "direct" in rule._passes else rule.clipvalue
@@ -276,7 +288,8 @@ class BlockUpdate:
         sums = slots[GRADIENT_SUM] if calls else None
         average = None if self._momentum is None else slots[AVERAGE]
         last = average, self._momentum, self._overwrites, self._factor
-        return _fused(loop, target, parts, slots, Around(self._limit, list(scales), factors, sums, calls, *last))
+        around = Around(self._limit, list(scales), factors, sums, calls, *last)
+        return _fused(loop, target, parts, slots, around, self._overflow)
 
     def _by_numpy(
         self, target: Any, gradient: Any, slots: Mapping[str, Any], decays: Sequence[Span], group: int
@@ -318,13 +331,20 @@ class BlockUpdate:
             weights[...] = average
 
 
-def _fused(loop: CompiledLoop, target: Any, parts: Sequence[Any], slots: Mapping[str, Any], around: Around) -> bool:
+def _fused(
+    loop: CompiledLoop,
+    target: Any,
+    parts: Sequence[Any],
+    slots: Mapping[str, Any],
+    around: Around,
+    overflow: StoredSteps | None = None,
+) -> bool:
     """Update weights in place in one pass, if possible; return whether it was."""
     arrays = tuple([slots.get(name) for name in loop.slots])
     if is_gpu(target):
         from . import kernels
 
-        return kernels.update(loop.rule, loop.numbers, parts, target, arrays, around)
+        return kernels.update(loop.rule, loop.numbers, parts, target, arrays, around, overflow)
     return loops.update(loop.rule, loop.numbers, [*map(as_buffer, parts)], as_buffer(target), arrays, around)
 
 

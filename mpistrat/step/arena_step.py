@@ -14,7 +14,7 @@ from ..arena.values import move_like, quick_digest
 from ..base import loops
 from ..base.loops import Span
 from ..base.partition import blocks, inside, merge, spans_within
-from ..comm.arrays import to_host
+from ..comm.arrays import accumulation_dtype, to_host
 from ..optimizers.core import OptimizerCore
 from ..optimizers.hyperparameters import GRADIENT_SUM
 from ..optimizers.rule import BlockUpdate, form_mean, multiply_spans
@@ -108,7 +108,7 @@ class ArenaStep:
         self._mean = optimizer.gradient_accumulation_steps or 0  # calls per mean, 0 for no mean
         self._number, self._updates = number, self._core.updates_at(number)
         self._factor = factor
-        self._rule.begin(step, rate, 1.0 if two_passes else factor)
+        self._rule.begin(step, rate, 1.0 if two_passes else factor, self._core.overflow)
         if two_passes:
             self._each = optimizer.clipnorm is not None or self._divided
             names = [name for _, _, name in self._spans]
@@ -217,6 +217,16 @@ class ArenaStep:
     def on_device(self) -> bool:
         """True if `device_squares` has the sums of squares; `squares` is then empty."""
         return self._engine.on_device
+
+    @property
+    def may_skip(self) -> bool:
+        """True if one kernel updates all weights on one GPU."""
+        return self.on_device and len(self.arena.copies) == 1 and accumulation_dtype(self.arena.dtype).kind == "f"
+
+    def kept_parts(self) -> list[Any]:
+        """Return the kept sums, one flat array for each range."""
+        kept, base = self._store()
+        return [kept[low - base : high - base] for low, high in self.arena.owned(self.ranges)]
 
     def device_squares(self) -> tuple[DeviceSquares, Any]:
         """Return the sums of squares of the kept sums, in the order of `squares`, and the array they are computed from."""

@@ -9,7 +9,7 @@ from typing import final
 from ..comm.gpu import computing_streams
 from ..optimizers.rule import Pairs, UpdateRun
 
-__all__ = ["StepOnStream"]
+__all__ = ["StepOnStream", "in_order"]
 
 
 @final
@@ -22,20 +22,24 @@ class StepOnStream(UpdateRun):
     def __init__(self, step: UpdateRun) -> None:
         self._step, self.strategy = step, step.strategy
 
+    @property
+    def may_skip(self) -> bool:
+        return self._step.may_skip
+
     def describe(self) -> None:
         self._step.describe()
 
     def load(self, replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
-        with _in_order():
+        with in_order():
             self._step.load(replicas, key)
 
     def run(self, aggregate: bool) -> None:
-        with _in_order():
+        with in_order():
             self._step.run(aggregate)
 
 
 @contextlib.contextmanager
-def _in_order() -> Iterator[None]:
+def in_order() -> Iterator[None]:
     """Enter the program's stream for a block that is ordered with CuPy's own stream."""
     *others, stream = computing_streams()
     for other in others:

@@ -111,6 +111,18 @@ class Pass(ABC):
 
 
 @final
+class Unscale(Pass):
+    """Division of sums by the factor of a LossScaleOptimizer on the GPU, which decides whether it skips the step."""
+
+    always = True
+
+    def take(self, kept: KeptSums, scales: Scales, number: int, rate: float, call: Call) -> Scales:
+        if kept.core.overflow is not None:
+            kept.core.overflow.decide([part for work in kept.works for part in work.kept_parts()], number)
+        return scales
+
+
+@final
 class Clip(Pass):
     """Clipping of sums to a norm, and with `check_numerics` the check that they are finite."""
 
@@ -123,10 +135,10 @@ class Clip(Pass):
             FloatingPointError: on every rank, with `check_numerics`: a sum is not finite.
         """
         optimizer = kept.core.optimizer
-        if kept.on_device and not optimizer.check_numerics:
+        if kept.on_device and not kept.core.check_numerics:
             return self._on_device(kept)
         sums = kept.replica.total(kept.by_name(kept.squares()))
-        if optimizer.check_numerics and not kept.norms.all_finite(all(map(math.isfinite, sums.values()))):
+        if kept.core.check_numerics and not kept.norms.all_finite(all(map(math.isfinite, sums.values()))):
             try:
                 _refuse_numbers(kept, number)
             except FloatingPointError:
@@ -245,4 +257,10 @@ def _scale(total: float, limit: float) -> float:
 
 
 # By their names in `OptimizerCore.passes`.
-_PASSES: Mapping[str, Pass] = {"clip": Clip(), "factor": Factor(), "direct": Direct(), "whole": Whole()}
+_PASSES: Mapping[str, Pass] = {
+    "unscale": Unscale(),
+    "clip": Clip(),
+    "factor": Factor(),
+    "direct": Direct(),
+    "whole": Whole(),
+}

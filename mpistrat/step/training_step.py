@@ -82,6 +82,11 @@ class TrainingStep(UpdateRun):
         which = "" if self._number is None else f", the scope's optimizer {self._number}"
         self._detail = f"of {names}{absent} by {self._core.describe()}{decaying}{which}"
 
+    @property
+    def may_skip(self) -> bool:
+        works = self._replica.whole and bool(self._works) and all(work.may_skip for work in self._works)
+        return works and not self._constrained and self._core.may_skip
+
     def load(self, replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
         """Take the gradients of each local replica."""
         self._parts.sums.load(self._core.begun, replicas, key)
@@ -91,7 +96,7 @@ class TrainingStep(UpdateRun):
         core, group, rounds = self._core, self._group, self._rounds
         self._find_averaged()
         rounds.check(self._changed())
-        number = core.calls + 1
+        number = core.started + 1
         rate = core.rate_at(number)
         detail = (self._detail if aggregate else self._detail + ", without aggregation") + core.begun.words
         if self._rate_words[0] != rate:  # comparing a number is faster than formatting it
@@ -109,7 +114,7 @@ class TrainingStep(UpdateRun):
                 self._compare_nodes()
             self._parts.sums.enter(call)
             for work in (*self._works, *self._averages):
-                work.begin(core.updates + 1, rate, number, bool(self._passes), factor)
+                work.begin(core.update_of(number), rate, number, bool(self._passes), factor)
             scales = self._keep(sums, number, rate, call) if self._passes else {}
             if core.changes_weights(number):
                 rounds.enter(self._changed())

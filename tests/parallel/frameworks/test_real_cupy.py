@@ -15,7 +15,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.comm import gpu
-from mpistrat.optimizers import kernels
+from mpistrat.optimizers import device_scale, kernels
 from mpistrat.step import on_device
 
 pytestmark = pytest.mark.ranks(1)
@@ -277,7 +277,11 @@ def test_its_compiler_takes_every_kernel(cupy, weights, gradients, architecture)
     assert set(found) == set(kernels._BODIES)
     assert [rule for rule, text in found.items() if "fma." in text and rule != "ftrl"] == []  # which takes a power
     assert ".local" not in ptx  # segments are read where the launch put them
+    ptx = compiled(nvrtc, kernels.source("adam", weights, gradients, stored=True), architecture)
+    assert ptx.count(".entry") == 2 and "fma." not in ptx and ".local" not in ptx
     if weights in ("float32", "float64"):
+        ptx = compiled(nvrtc, device_scale.source(weights), architecture)
+        assert ptx.count(".entry") == 2 and "fma." not in ptx
         ptx = compiled(nvrtc, kernels.squares_source(weights), architecture)
         assert ".entry lanes" in ptx and ".entry halves" in ptx and "fma." not in ptx
         ptx = compiled(nvrtc, on_device.source(weights), architecture)

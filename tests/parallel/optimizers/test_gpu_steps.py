@@ -11,6 +11,8 @@ import mpistrat as ms
 from benchmarks.gpu.gpt2_shapes import GPT2
 from mpistrat.arena import arena
 from mpistrat.cross_device import nccl
+from mpistrat.optimizers import device_scale
+from mpistrat.optimizers.kernels import _step_dtype
 from tests.harness.gpu_stand_in import stand_in
 from tests.models import honest_cupy
 from tests.single.base.test_loops import assert_same_bits
@@ -122,6 +124,20 @@ def test_numbers_that_must_be_finite_are_waited_for_once(cupy):
     assert counts["wait"] <= 2 + several  # for the copy to the host, through pinned memory
     assert counts["copy to host"] == 1
     assert nbytes["copy to host"] < 0.001
+
+
+@pytest.mark.parametrize("settings", [{}, {"global_clipnorm": 1.0}], ids=["alone", "clipped"])
+def test_a_loss_scale_stays_on_the_gpu(cupy, settings):
+    """Sums are copied, divided, and decided about; the numbers of the step are stored for the update. The host asks nothing."""
+    counts, nbytes = work_of_a_step(lambda: ms.optimizers.LossScaleOptimizer(ms.optimizers.AdamW(1e-3, **settings)))
+    several = MPI.COMM_WORLD.size > 1
+    assert counts["kernel"] == (BLOCKS if several else 1) + 4 + 5 * bool(settings) <= 20
+    assert counts.get("nccl", 0) == (BLOCKS if several else 0)
+    assert counts.get("wait", 0) <= several  # for NCCL, once
+    assert counts.keys() <= {"kernel", "nccl", "wait", "record", "alloc", "free"}  # no copy, and nothing from the host
+    rows = 2 * device_scale.ROWS * _step_dtype("float32").itemsize  # all of them count, for one that is used
+    size = 4 * sum(int(np.prod(shape)) for shape in SHAPES)
+    assert nbytes["kernel"] - rows / size < (8.15 if settings else 7.05)
 
 
 def trained(devices, dtype, make, to_array):
