@@ -60,9 +60,11 @@ FILES = (
     ("tests/parallel/cross_device/test_other_gpus.py", ""),
     ("tests/parallel/optimizers/test_current_gpus.py", ""),
     ("tests/parallel/optimizers/test_gpu_steps.py", "bits_of_the_cpu or replicas_with"),
+    ("tests/parallel/optimizers/test_loss_scale_on_gpus.py", "momentum or rows or changes"),
 )
 PAIRS = (
     ("tests/parallel/optimizers/test_gpu_steps.py", "bits_of_the_cpu"),
+    ("tests/parallel/optimizers/test_begin_on_gpus.py", ""),
     ("tests/parallel/frameworks/test_horovod_gpus.py", ""),
     ("tests/parallel/frameworks/test_torch_backend_gpus.py", ""),
 )

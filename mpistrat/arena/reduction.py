@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import numpy as np
 
@@ -30,6 +30,7 @@ __all__ = [
     "ArenaSum",
     "Consume",
     "Destination",
+    "StartedSums",
     "block_of",
     "network_chunk",
     "node_gradients",
@@ -42,6 +43,16 @@ NETWORK_CHUNK = 1 << 20  # bytes of one message between nodes; a constant, becau
 
 #: Called as consume(low, high, block); a block is scratch, valid in the call only.
 Consume = Callable[[int, int, Any], None]
+
+
+class StartedSums(Protocol):
+    """Sums of arenas that start before the step, which takes them."""
+
+    def begin(self, arena: Gradients, ranges: Sequence[tuple[int, int]]) -> None:
+        """Start to sum ranges of an arena, whose gradients are final."""
+
+    def forget(self, key: str, ranges: Sequence[tuple[int, int]]) -> None:
+        """Discard the started sums of ranges of an arena. Every rank calls it."""
 
 
 @final

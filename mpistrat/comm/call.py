@@ -86,3 +86,6 @@ class Call:
         self.tag = (self.kind ^ (crc32(more) << 24)) or 1
         self.payload = (len(self._shown) + len(more)).to_bytes(2, "little") + self._shown + more
         return self
+
+    def begin_again(self) -> None:
+        """Let the call begin now, in the recorder, if it is recorded: this rank's GPU had other work until now."""

@@ -94,7 +94,6 @@ class Collective(Call):
                 self._refuse_where_lost(error)
 
     def begin_again(self) -> None:
-        """Let the recorded call begin now: this rank's GPU had other work until now."""
         RECORDER.begin_again(self._event)
 
     def _refuse_where_lost(self, error: BaseException) -> None:

@@ -2,8 +2,9 @@
 
 While NCCL is in flight only the watchdog calls MPI, on memory of the host: a call of MPI on memory of a GPU, or a blocking one on
 any rank, may deadlock. So every call here waits for its streams before it returns, or at the end of the block of `one_wait`, and
-every MPI call of this package blocks. A wait polls: when ranks have left or are lost, when NCCL reports an error, or when time
-is over, it aborts the communicators, because kernels of NCCL would wait for ever.
+every MPI call of this package blocks. Sums of `start` are the exception: all ranks put the same on their GPUs before they call
+MPI, on memory of the host, so no rank waits for a sum that another has not started. A wait polls: when ranks have left or are
+lost, when NCCL reports an error, or when time is over, it aborts the communicators, because kernels of NCCL would wait for ever.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from ..base.errors import ClosedError, MissingDependencyError, PeerExitError, ex
 from ..base.text import named
 from ..base.waiting import PeerWait, wait_until
 from .arrays import import_cupy, is_bfloat16, pinned_empty
-from .contract import Collective
 from .process_group import ProcessGroup
 
 __all__ = [
@@ -349,7 +349,7 @@ class NcclCommunicator:
         self.devices = tuple(devices)
         self._comms: list[Any] = []
         self._waits = True
-        self._own_work: Callable[[], bool] | None = None  # returns True when the work before the next sums is done
+        self._stream: Any = None  # of sums that start before the step
         topology = group.topology
         unique = np.zeros(_ID_BYTES, np.uint8)
         if topology.rank == 0:
@@ -379,17 +379,20 @@ class NcclCommunicator:
     def one_wait(self) -> Iterator[None]:
         """Wait once, at the end of a block, for all sums in it, which are ordered with other work on the current streams.
 
-        The block must not call MPI.
+        The block must not call MPI. Its work comes after started sums.
         """
+        own = self._mark()
+        if self._stream is not None:
+            self._cupy.cuda.get_current_stream().wait_event(self._stream.record())
         self._waits = False
         try:
             yield
         finally:
             self._waits = True
-            self._wait()
+            self._wait(own)
 
-    def _wait(self) -> None:
-        """Wait for the work on the current streams.
+    def _wait(self, own: Callable[[], bool]) -> None:
+        """Wait for the work on the current streams; `own` as for `_watch`.
 
         Raises:
             PeerExitError: a rank has left the program.
@@ -397,9 +400,8 @@ class NcclCommunicator:
             CollectiveTimeoutError: the wait exceeds the time limit of the collective.
             cupy.cuda.nccl.NcclError: NCCL reports an error of a communicator.
         """
-        own, self._own_work = self._own_work, None
         if self._group.topology.size > 1 and self._comms:
-            self._watch(own or (lambda: True), self._mark())
+            self._watch(own, self._mark())
         for device in self.devices:
             with self._cupy.cuda.Device(device):
                 self._cupy.cuda.get_current_stream().synchronize()
@@ -429,7 +431,7 @@ class NcclCommunicator:
             while not done():
                 if not waits and own():
                     waits = True
-                    if isinstance(call, Collective):
+                    if call is not None:
                         call.begin_again()
                 for comm in self._comms:
                     comm.check_async_error()
@@ -437,13 +439,34 @@ class NcclCommunicator:
         except Exception as error:
             if isinstance(error, PeerExitError) and wait_until(done, _LAST_PART):
                 return  # the rank had left after its part of the sum
-            comms, self._comms = self._comms, []
-            for comm in comms:
-                comm.abort()
-            group.refuse_after(error, "ended sums by NCCL, with some")
+            self._abort(error)
             raise
         finally:
             group.monitor.on_time = False
+
+    def _abort(self, error: BaseException) -> None:
+        comms, self._comms = self._comms, []
+        for comm in comms:
+            comm.abort()
+        self._group.refuse_after(error, "ended sums by NCCL, with some")
+
+    def start(self, arrays: Sequence[Any], sources: Sequence[Any] | None = None) -> None:
+        """Start to sum the array of this rank's only GPU, as `all_reduce`, on a stream of its own after the current one's work.
+
+        The next `one_wait` takes the sums. Nothing is compared: all ranks must start the same in one order.
+        """
+        cuda = self._cupy.cuda
+        if self._stream is None:
+            self._stream = cuda.Stream(non_blocking=True)
+        self._stream.wait_event(cuda.get_current_stream().record())
+        with self._stream:
+            self._sum(arrays, sources)
+
+    def drop(self) -> None:
+        """End started sums: abort the communicators unless all of them end by themselves within a second."""
+        last = self._stream.record()
+        if not wait_until(lambda: last.done, _LAST_PART):
+            self._abort(RuntimeError("ranks started other sums"))
 
     def all_reduce(self, arrays: Sequence[Any], sources: Sequence[Any] | None = None) -> None:
         """Sum contiguous CuPy arrays of one dtype and size over all replicas; one for each local GPU, in order.
@@ -455,6 +478,11 @@ class NcclCommunicator:
             ClosedError: after `close()`, and after an error.
             Exception: see `_wait`.
         """
+        with self.one_wait() if self._waits else contextlib.nullcontext():
+            self._sum(arrays, sources)
+
+    def _sum(self, arrays: Sequence[Any], sources: Sequence[Any] | None) -> None:
+        """Put sums on the current streams."""
         if not self._comms:
             raise ClosedError("NcclCommunicator.all_reduce: the communicator was closed")
         first = arrays[0]
@@ -463,15 +491,11 @@ class NcclCommunicator:
             raise TypeError(explain("NcclAllReduce", "value", expected="a dtype that NCCL sums", got=str(first.dtype)))
         datatype = getattr(self._nccl, name)
         count = first.size * (2 if first.dtype.kind == "c" else 1)
-        if self._own_work is None and self._group.topology.size > 1:
-            self._own_work = self._mark()
         with self._grouped():
             for device, comm, array, source in zip(self.devices, self._comms, arrays, sources or arrays, strict=True):
                 with self._cupy.cuda.Device(device):
                     stream = self._cupy.cuda.get_current_stream().ptr
                     comm.allReduce(source.data.ptr, array.data.ptr, count, datatype, self._nccl.NCCL_SUM, stream)
-        if self._waits:
-            self._wait()
 
     def close(self) -> None:
         """Destroy the communicators. Collective the first time; later calls do nothing."""

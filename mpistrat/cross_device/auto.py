@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from ..arena.reduction import ArenaSum, Consume, Gradients
+from ..arena.reduction import Consume, Gradients, StartedSums
 from ..base.agree import same, together
 from ..base.distributed_values import PerReplica
 from ..base.errors import CollectiveMismatchError, by_rank, explain
@@ -155,8 +155,9 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
         chosen.call = self.call
         chosen.reduce_arena(arena, ranges, consume, unsent)
 
-    def early_sums(self, arena: Gradients) -> ArenaSum | None:
-        return self._algorithms["HIERARCHICAL"].early_sums(arena)
+    def early_sums(self, arena: Gradients) -> StartedSums | None:
+        chosen = self._algorithms.get("NCCL" if is_gpu(arena.local[0]) else "HIERARCHICAL")
+        return None if chosen is None else chosen.early_sums(arena)
 
     def _warn_of_wire(self, chosen: CrossDeviceOps, nbytes: int, options: CommunicationOptions | None) -> None:
         """Warn that the table's algorithm sends large arrays unencoded, though the call requested an encoding."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from ..arena.arithmetic import Arithmetic, finish
-from ..arena.reduction import GPU_BLOCK, Consume, Gradients
+from ..arena.reduction import GPU_BLOCK, Consume, Gradients, StartedSums
 from ..base.distributed_values import Mirrored, PerReplica
 from ..base.errors import DeviceError, explain
 from ..base.log import once
 from ..base.options import CommunicationOptions
-from ..base.partition import blocks
+from ..base.partition import blocks, merge
 from ..base.types import CommunicationImplementation, ReduceOp
 from ..comm.arrays import array_module, import_cupy, is_gpu, on_device_of
 from ..comm.gpu import NcclCommunicator, nccl_datatype_name, own_gpus, require_nccl, why_not_nccl
@@ -54,6 +54,7 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
         require_nccl("NcclAllReduce")
         self.num_packs = num_packs
         self._communicator: NcclCommunicator | None = None
+        self._early = _EarlyBlocks(self._start, lambda: self._connected().drop())
         self._on_host = HierarchicalAllReduce()
         self._unknown = MpiAllReduce()
 
@@ -129,10 +130,24 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
             return
         how = self.arithmetic(ReduceOp.SUM, arena.dtype)
         with self._connected().one_wait():
+            begun = self._early.take(arena.key, ranges)
             for low, high in blocks(ranges, GPU_BLOCK):
-                total = self._total([flat[low:high] for flat in arena.local], how)[0]
+                total = begun.pop((low, high), None)
+                if total is None:
+                    total = self._total([flat[low:high] for flat in arena.local], how)[0]
                 for begin, end in arena.owned([(low, high)]):
                     consume(begin, end, total[begin - low : end - low])
+
+    def early_sums(self, arena: Gradients) -> StartedSums | None:
+        # The first step connects the ranks. Replicas of one rank announce together, each on its own GPU.
+        connected = self._communicator is not None and len(self._communicator.devices) == 1
+        return self._early if connected and is_gpu(arena.local[0]) else None
+
+    def _start(self, value: Any) -> Any:
+        """Start to sum this rank's flat array over all replicas, and return the new array; see `NcclCommunicator.start`."""
+        totals, sources = self._prepared([value], self.arithmetic(ReduceOp.SUM, value.dtype))
+        self._connected().start(totals, sources)
+        return totals[0]
 
     def _other(self, values: Sequence[Any], reduce_op: ReduceOp) -> CrossDeviceOps | None:
         """Return the algorithm for values that NCCL cannot reduce; None if it can."""
@@ -146,6 +161,9 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
             reason = f"NCCL does not sum {values[0].dtype}" if sums else f"{reduce_op.value} is not reduced by NCCL"
             reason = "replicas share a GPU" if shared else reason
             once(logging.WARNING, f"NcclAllReduce: {reason}: MpiAllReduce takes over")
+            if self._communicator is not None:
+                with self._communicator.one_wait():
+                    pass  # started sums end before MPI gets memory of the GPU, see `comm.gpu`
             return self._unknown
         return None
 
@@ -173,16 +191,23 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
 
     def _total(self, values: Sequence[Any], how: Arithmetic) -> list[Any]:
         """Return the sums over all replicas, as new arrays in the accumulation dtype on the GPUs of the communicator."""
+        totals, sources = self._prepared(values, how)
+        if sources is None:
+            self._sum_in_place(totals)
+        else:
+            flats = [total.reshape(-1) for total in totals]
+            self._connected().all_reduce(flats, [source.reshape(-1) for source in sources])
+        return totals
+
+    def _prepared(self, values: Sequence[Any], how: Arithmetic) -> tuple[list[Any], Sequence[Any] | None]:
+        """Return new arrays for sums, and the arrays that NCCL sums; None if the new arrays hold the numbers."""
         if not self._sums_without_a_copy(values, how):
-            wide = self._wide(values, how)
-            self._sum_in_place(wide)
-            return wide
+            return self._wide(values, how), None
         totals = []
         for value in values:
             with on_device_of(value):
                 totals.append(array_module(value).empty(value.shape, value.dtype))
-        self._connected().all_reduce([total.reshape(-1) for total in totals], [value.reshape(-1) for value in values])
-        return totals
+        return totals, values
 
     def _sums_without_a_copy(self, values: Sequence[Any], how: Arithmetic) -> bool:
         """Return True if NCCL can read the values directly."""
@@ -200,6 +225,48 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
             if size:
                 self._connected().all_reduce([flat[low : low + size] for flat in flats])
             low += size
+
+
+@final
+class _EarlyBlocks:
+    """Sums of an arena's blocks that start before the step: those of the last step, so that the sums have its bits.
+
+    They start from the last block to the first, as a backward pass ends, and nothing else does on any rank.
+
+    Args:
+        start: starts to sum an array, and returns the new one.
+        drop: ends started sums that no step takes.
+    """
+
+    def __init__(self, start: Callable[[Any], Any], drop: Callable[[], None]) -> None:
+        self._start, self._drop = start, drop
+        self._left: dict[str, list[tuple[int, int]]] = {}  # by arena
+        self._given: dict[str, list[tuple[int, int]]] = {}
+        self._started: dict[str, dict[tuple[int, int], Any]] = {}
+
+    def begin(self, arena: Gradients, ranges: Sequence[tuple[int, int]]) -> None:
+        """Start the sums of blocks that are complete with these ranges."""
+        left, started = self._left.get(arena.key, []), self._started.setdefault(arena.key, {})
+        given = self._given[arena.key] = merge([*self._given.get(arena.key, ()), *ranges])
+        while left and any(low <= left[-1][0] and left[-1][1] <= high for low, high in given):
+            low, high = left.pop()
+            started[low, high] = self._start(arena.local[0][low:high])
+
+    def take(self, key: str, ranges: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Any]:
+        """Return the started sums of ranges of an arena; the next step has the same ranges."""
+        own, started = blocks(ranges, GPU_BLOCK), self._started.get(key, {})
+        self._left[key], self._given[key] = list(own), []
+        return {block: started.pop(block) for block in own if block in started}
+
+    def forget(self, key: str, ranges: Sequence[tuple[int, int]]) -> None:
+        """Discard the started sums of ranges of an arena after an error, with which ranks may have started others."""
+        started, self._given[key] = self._started.get(key, {}), []
+        dropped = [block for block in started if any(low < block[1] and block[0] < high for low, high in ranges)]
+        if dropped:
+            self._drop()  # while their memory is referenced
+            self._left[key] = []
+            for block in dropped:
+                del started[block]
 
 
 def _finished(totals: Sequence[Any], how: Arithmetic, values: Sequence[Any]) -> list[Any]:

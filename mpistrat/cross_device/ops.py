@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arena.arithmetic import Arithmetic, arithmetic
-from ..arena.reduction import ArenaSum, Consume, Gradients, block_of
+from ..arena.reduction import Consume, Gradients, StartedSums, block_of
 from ..base.distributed_values import Mirrored, PerReplica
 from ..base.errors import explain
 from ..base.options import CommunicationOptions
@@ -511,7 +511,7 @@ class CrossDeviceOps(ABC):
         """
         return None
 
-    def early_sums(self, arena: Gradients) -> ArenaSum | None:
+    def early_sums(self, arena: Gradients) -> StartedSums | None:
         """Return an object that can sum an arena before `reduce_arena`, which uses the sums; None if that is impossible.
 
         Equal on every rank.

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arena.arena import Arena, by_arena, padded
 from ..arena.early import threads_agree
-from ..arena.reduction import ArenaSum
+from ..arena.reduction import StartedSums
 from ..base import log
 from ..base.partition import merge
 from ..comm.process_group import ProcessGroup
@@ -94,7 +94,7 @@ class EarlyStart(Starter):
         self._group, self._ops, self.choice = placement.group, placement.ops, EarlyChoice()
         self._able: bool | None = None  # whether sums can start early; None until known
         self._waiting: list[Variable] = []  # variables collected until they are large enough to send
-        self._sent: list[tuple[ArenaSum, str, list[tuple[int, int]]]] = []
+        self._sent: list[tuple[StartedSums, str, list[tuple[int, int]]]] = []
 
     @property
     def able(self) -> bool:  # type: ignore[override]

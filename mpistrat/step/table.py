@@ -79,6 +79,7 @@ TABLE = (
     Row("sums", "local steps", _has_local_steps, "sums", "OfNode"),
     Row("sums", "every other", _every, "sums", "OfAll"),
     Row("starter", "sharded gradients", _hands_over, "handed_over", "HandOver"),
+    Row("starter", "GPUs", _on_gpu, "early_on_gpu", "EarlyOnGpu"),
     Row("starter", "early sums", _on_several_nodes, "early_start", "EarlyStart"),
     Row("starter", "every other", _every, "interface", "Starter"),
     Row("publish", "several GPUs on a rank", _has_copies, "publish", "ToDevices"),

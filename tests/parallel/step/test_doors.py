@@ -19,7 +19,7 @@ OPTIONS = {
     "fewer bytes": ["step/fewer_bytes.py", "arena/encoded.py", "arena/wire.py"],
     "local steps": ["step/outer.py"],
     "mesh": ["step/mesh.py", "strategy/mesh.py", "strategy/mesh_strategy.py", "strategy/axes.py"],
-    "GPUs": ["step/on_stream.py", "optimizers/kernels.py"],
+    "GPUs": ["step/on_stream.py", "step/early_on_gpu.py", "optimizers/kernels.py", "optimizers/device_scale.py"],
     "several GPUs on a rank": [],
     "parameter servers": ["parameter_server"],
 }
