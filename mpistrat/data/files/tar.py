@@ -41,7 +41,8 @@ def _headers(path: Path) -> Iterator[tarfile.TarInfo]:
     remedy = "If it is compressed (.tar.gz), decompress it: only then has it random access. Else copy it again."
     try:
         with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
-            while (member := archive.next()) is not None:
+            empty = archive.firstmember is None  # type: ignore[attr-defined]  # then `next` raises an error in Python 3.10
+            while not empty and (member := archive.next()) is not None:
                 archive.members.clear()  # type: ignore[attr-defined]  # they would be kept
                 yield member
             file.seek(archive.offset)

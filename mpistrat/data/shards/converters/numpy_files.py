@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tokenize
 import zipfile
 import zlib
@@ -103,19 +104,19 @@ class NpzFile(Converter):
             name: dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
             for name, (dtype, shape, _) in self._headers.items()
         }
-        with zipfile.ZipFile(self._path) as archive:
-            files = {name: archive.open(f"{name}.npy") for name in self._headers}
+        with contextlib.ExitStack() as opened:
+            files: dict[str, Any] = {}
             try:
                 for name, (_, _, offset) in self._headers.items():
+                    # An archive for each: in Python 3.12.1 and 3.13.0 a seek in one member moves the others of an archive.
+                    archive = opened.enter_context(zipfile.ZipFile(self._path))
+                    files[name] = opened.enter_context(archive.open(f"{name}.npy"))
                     files[name].seek(offset + start * sizes[name])
                 for first in range(start, stop, step):
                     count = min(step, stop - first)
                     yield {name: self._read(files[name], name, count, sizes[name]) for name in files}
             except _DAMAGE as error:
                 raise bad_input(self._path, "an archive that is whole", error) from error
-            finally:
-                for file in files.values():
-                    file.close()
 
     def _read(self, file: Any, name: str, rows: int, row_bytes: int) -> np.ndarray[Any, Any]:
         dtype, shape, _ = self._headers[name]
