@@ -45,6 +45,7 @@ from .arrival import arrive
 from .gpus import GpuGroup, by_nccl, gpus_here, is_on_gpu, queued
 from .lane import Lane
 from .members import GroupRanks
+from .modes import seen_as
 from .monitored_barrier import monitored_barrier
 from .steps import note_steps
 from .transfers import Transfers, array_of, bytes_of, copy_back, dense, dtype_name
@@ -449,6 +450,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             self._ops.bind(self._ranks)
             self._ops.reduce_leaves(how, leaves, options, [array])
 
+    @seen_as("allreduce_")
     @by_nccl
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> OperationWork:
         """Reduce tensors over all ranks, in place. Collective."""
@@ -464,6 +466,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
         return self._run("dist.all_reduce", tensors, opts, tensors, operation)
 
+    @seen_as("allreduce_coalesced_")
     @by_nccl
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> OperationWork:
         """Reduce tensors over all ranks, in place; those of one dtype in one message. Collective."""
@@ -501,6 +504,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         total = torch.sparse_coo_tensor(found[0].t(), found[1], tensor.shape).coalesce()
         tensor.copy_(total.to(tensor.device))
 
+    @seen_as("reduce_")
     @by_nccl
     def reduce(self, tensors: Any, opts: Any = None, *more: Any) -> OperationWork:
         """Reduce tensors over all ranks, in place on the root; those of other ranks do not change. Collective."""
@@ -518,6 +522,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
         return self._run("dist.reduce", tensors, opts, tensors, operation)
 
+    @seen_as("reduce_scatter_")
     @by_nccl
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, *more: Any) -> OperationWork:
         """Reduce lists of one tensor for each rank; each rank receives its own. Collective."""
@@ -568,11 +573,13 @@ class MpiProcessGroup(dist.ProcessGroup):
             self._averaged(mine)
         copy_back(mine, output)
 
+    @seen_as("_reduce_scatter_base_")
     @by_nccl
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> OperationWork:
         """Reduce a tensor of one slice per rank; each rank receives its own. Collective."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
+    @seen_as("reduce_scatter_tensor_coalesced_")
     @by_nccl
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> OperationWork:
         """Do `reduce_scatter_single` for several tensors. Collective."""
@@ -595,6 +602,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     # broadcast, gather, scatter
 
+    @seen_as("broadcast_")
     @by_nccl
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> OperationWork:
         """Overwrite tensors with the root's. Collective. Ranks compare dtype and number of elements, as torch documents."""
@@ -638,6 +646,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         ) as call:
             exchange.all_gather_into(self._ranks, call, bytes_of(own), rooms)
 
+    @seen_as("allgather_")
     @by_nccl
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> OperationWork:
         """Write every rank's tensor into a list of tensors. Collective."""
@@ -668,11 +677,13 @@ class MpiProcessGroup(dist.ProcessGroup):
         for flat, room in zip(flats, rooms, strict=True):
             copy_back(flat, room)
 
+    @seen_as("_allgather_base_")
     @by_nccl
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> OperationWork:
         """Write every rank's tensor into one tensor, in the order of ranks. Collective."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
+    @seen_as("allgather_into_tensor_coalesced_")
     @by_nccl
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> OperationWork:
         """Do `all_gather_single` for several tensors. Collective."""
@@ -695,6 +706,7 @@ class MpiProcessGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    @seen_as("allgather_coalesced_")
     @by_nccl
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> OperationWork:
         """Write every rank's list of tensors into lists, one for each rank. Collective."""
@@ -708,6 +720,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
         return self._run(function, lists, opts, inputs, operation)
 
+    @seen_as("gather_")
     @by_nccl
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> OperationWork:
         """Write every rank's tensor into a list of tensors on the root. Collective."""
@@ -732,6 +745,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
         return self._run(function, outputs, opts, [tensor, *(room for rooms in outputs for room in rooms)], operation)
 
+    @seen_as("scatter_")
     @by_nccl
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> OperationWork:
         """Write the root's tensors, one for each rank, into the ranks' tensors. Collective."""
@@ -763,6 +777,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     # all-to-all
 
+    @seen_as("alltoall_base_")
     @by_nccl
     def all_to_all_single(
         self,
@@ -795,6 +810,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     alltoall_base = all_to_all_single
 
+    @seen_as("alltoall_")
     @by_nccl
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> OperationWork:
         """Send each rank a tensor, and write the received ones to tensors. Collective."""
@@ -839,6 +855,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     # barriers
 
+    @seen_as("barrier")
     def barrier(self, opts: Any = None, timeout: Any = None) -> OperationWork:
         """Wait until all ranks arrive. Collective."""
         opts = opts or c10d.BarrierOptions()
@@ -863,6 +880,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     # messages between two ranks
 
+    @seen_as("send")
     def send(self, tensors: Any, dst: int, tag: int = 0) -> OperationWork:
         """Send a tensor to a rank."""
         (tensor,) = _listed(tensors)
@@ -870,10 +888,12 @@ class MpiProcessGroup(dist.ProcessGroup):
         with _profiled("dist.send"):
             return self.noted(self._transfers.send(tensor, dst, tag, self._seconds(None), _line_of_call()))
 
+    @seen_as("recv_")
     def recv(self, tensors: Any, src: int, tag: int = 0) -> OperationWork:
         """Receive a tensor from a rank."""
         return self._receive(tensors, src, tag)
 
+    @seen_as("recv_any_source_")
     def recv_anysource(self, tensors: Any, tag: int = 0) -> OperationWork:
         """Receive a tensor from any rank."""
         return self._receive(tensors, None, tag)
