@@ -29,6 +29,7 @@ from pathlib import Path
 
 import pytest
 
+from . import jobs
 from .jobs import KINDS, Ranks, drive, judge, let_gloo_be
 
 EXPECTED = Path(__file__).with_suffix(".json")
@@ -135,7 +136,8 @@ class Torch(Nothing):
         if not copy.exists():
             shutil.copytree(tests, copy)
             for path in copy.rglob("*.py"):
-                path.write_text(re.sub(r"""f?(["'])cuda(:[^"']*)?\1""", r"\1cpu\1", path.read_text()))
+                text = re.sub(r"""f?(["'])cuda(:[^"']*)?\1""", r"\1cpu\1", path.read_text())
+                path.write_text(re.sub(r"""(["'])(cpu:gloo,cuda:)?nccl\1""", r"\1gloo\1", text))
         return copy
 
     @staticmethod
@@ -151,11 +153,13 @@ class Torch(Nothing):
         common_distributed.requires_nccl = lambda: lambda test: test
         common_fsdp.test_compiled_fsdp = lambda **options: lambda test: test  # newer versions do not have it
         torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *args, **kwargs: self
-        torch.cuda.device_count = torch.accelerator.device_count = lambda: size
+        torch.cuda.device_count, torch.accelerator.device_count = lambda: size, lambda: size
         torch.cuda.current_device = lambda: torch.device("cpu")
-        torch.cuda.set_device = torch.cuda._sleep = torch.cuda.synchronize = lambda *args: None
+        for name in ("set_device", "_sleep", "synchronize"):
+            setattr(torch.cuda, name, lambda *args: None)  # one for each: torch.compile looks for it by its identity
         torch.cuda.manual_seed = torch.manual_seed
         _with(common_fsdp.FSDP, device_id=torch.device("cpu"))
+        _with(torch.nn.parallel.DistributedDataParallel, device_ids=None, output_device=None)
 
     @staticmethod
     def prepare(ranks):
@@ -209,6 +213,7 @@ class Torch(Nothing):
         one.join_or_run = on_ranks(in_process)
         several = getattr(common_distributed, "MultiProcContinuousTest", None)
         if several is not None:
+            common_distributed.MultiProcContinousTest, several.world_size = several, ranks.size  # the name in 2.6
             several._worker_run_main_wait = on_ranks(lambda self, function: function())
             several._ensure_processes_spawned = classmethod(start)
 
@@ -218,6 +223,53 @@ class Torch(Nothing):
         from torch.testing._internal.common_distributed import MultiThreadedTestCase
 
         return not issubclass(getattr(item, "cls", None) or object, MultiThreadedTestCase)
+
+
+class Transformers(Nothing):
+    """Transformers' tests of parallel models, which it makes from small configurations. Ranks take the place of processes."""
+
+    @staticmethod
+    def pytest_configure(config):
+        """Let the suite's package, whose name is that of this one, be a part of this one."""
+        import tests
+
+        tests.__path__.insert(0, str(config.rootpath))
+
+    @staticmethod
+    def prepare(ranks):
+        import torch
+        import torch.distributed as dist
+
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        init = dist.init_process_group
+
+        def spawn(function, args=(), nprocs=1, **options):
+            """Run what processes run on this rank, with one port. Rank 0 writes a file of results for all."""
+            if nprocs != ranks.size:
+                raise unittest.SkipTest(f"needs {nprocs} ranks")
+            port = os.environ["MASTER_PORT"]
+
+            def join(*words, **more):
+                os.environ["MASTER_PORT"] = port
+                return init(*words, **more)
+
+            dist.init_process_group = join
+            try:
+                function(ranks.rank, *args)
+            finally:
+                dist.init_process_group = init
+            results = Path(str(args[-1]))
+            if results.suffix == ".json":
+                ranks.put(f"results.{port}", results.read_text() if ranks.rank == 0 else "")
+                results.write_text(ranks.all(f"results.{port}")[0])
+
+        torch.multiprocessing.spawn = spawn
+
+    @staticmethod
+    def after():
+        import torch
+
+        torch.use_deterministic_algorithms(False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +282,7 @@ class Suite:
         functions: pytest's patterns of functions that are tests.
         source: a regular expression that the source of a test, or its name, must have.
         drawn: how many of the tests that pass on gloo are run; None: all.
-        options: more options of pytest.
+        options: more options of pytest, with {tests} for the folder.
     """
 
     parts: Nothing
@@ -240,6 +292,11 @@ class Suite:
     drawn: int | None = None
     options: tuple[str, ...] = ()
 
+
+# Those for which Transformers enables its tests of tensor, expert and data parallel models
+MODELS = (
+    "cohere2_moe deepseek_v4 glm4_moe glm4_moe_lite glm_moe_dsa llama mistral mixtral olmoe qwen2 qwen2_moe qwen3 qwen3_moe"
+)
 
 SUITES = {
     "accelerate": Suite(
@@ -258,9 +315,17 @@ SUITES = {
         Torch(),
         (
             "_composable/**/test_*.py", "*tensor/test_*.py", "*tensor/debug/test_comm_mode*.py", "tensor/parallel/test_*.py",
-            "checkpoint/**/test_*.py", "fsdp/test_*.py",
+            "checkpoint/**/test_*.py", "fsdp/test_*.py", "pipelining/test_*.py",
         ),
-        options=("--import-mode=importlib",),  # files in two folders have the same names
+        # Files in two folders have the same names; those of pipelining import their neighbours.
+        options=("--import-mode=importlib", "-o", "pythonpath={tests}/pipelining"),
+    ),
+    "transformers": Suite(
+        Transformers(),
+        tuple(f"models/{name}/test_modeling_*.py" for name in MODELS.split()),
+        source=r"::test_(tp|ep|fsdp2)_",
+        drawn=20,
+        options=("-o", "pythonpath={tests}/../utils"),
     ),
 }  # fmt: skip
 
@@ -363,7 +428,8 @@ def run_pytest(suite, tests, plugin, files, *words):
     """Run pytest in this process."""
     options = ["-q", "-rs", "-p", "no:cacheprovider", "-o", f"python_functions={suite.functions}", "-o", "addopts="]
     options += ["-o", "filterwarnings=", "--rootdir", str(tests), "--confcutdir", str(tests)]
-    return pytest.main([*options, *suite.options, *words, *map(str, files)], plugins=[plugin, suite.parts])
+    options += [option.format(tests=tests) for option in suite.options]
+    return pytest.main([*options, *words, *map(str, files)], plugins=[plugin, suite.parts])
 
 
 def run_job(suite, tests, folder, backend):
@@ -394,6 +460,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--output", required=True, help="a folder; results that are there are kept")
     parser.add_argument("--match", default=".", help="tests whose names have this regular expression")
+    parser.add_argument("--limit", type=float, default=jobs.LIMIT, help="seconds of a test")
     parser.add_argument("--write", action="store_true", help="write the list instead of comparing with it")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--collect", action="store_true", help=argparse.SUPPRESS)
@@ -402,7 +469,8 @@ def main():
     output.mkdir(parents=True, exist_ok=True)
     if not arguments.job and not arguments.collect:
         tests = suite.parts.copied(tests, output)
-    words = ["-m", __spec__.name, arguments.suite, "--tests", str(tests)]
+    jobs.LIMIT = arguments.limit
+    words = ["-m", __spec__.name, arguments.suite, "--tests", str(tests), "--limit", str(jobs.LIMIT)]
 
     def results_on(backend, names):
         start = "torch.distributed.run" if backend == "gloo" else "mpistrat.torch.run"
