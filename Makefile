@@ -16,7 +16,7 @@ SINCE ?= main
 BUDGET ?= 20
 TORCH ?= 2.13.0
 FRAMEWORKS ?= torch==2.13.0 torchdata jax==0.10.2 optax flax equinox keras==3.15.1 ipyparallel nbclient cupy-cuda12x nvidia-cuda-nvrtc-cu12
-PEERS ?= torch==2.13.0 accelerate==1.15.0 lightning==2.6.5 torchdata==0.11.0 expecttest pytest-timeout cloudpickle
+PEERS ?= torch==2.13.0 accelerate==1.15.0 lightning==2.6.5 transformers==5.15.0 torchdata==0.11.0 datasets parameterized expecttest pytest-timeout cloudpickle
 TENSORFLOW ?= tensorflow-cpu==2.21.0 keras==3.15.1 tensorboard
 
 TEST_MPIS := $(if $(filter undefined,$(origin MPI)),mpich openmpi,$(MPI))
@@ -128,7 +128,7 @@ test-torch: .venv-torch-$(TORCH)/.test-$(KEY)  ## the tests of PyTorch with anot
 	.venv-torch-$(TORCH)/bin/python -m pytest $(PYTEST_ARGS) tests/single/torch tests/parallel/docs $(wildcard tests/parallel/frameworks/test_torch*.py) \
 	  -k "test_entry_point or pytorch_over_mpi or (test_torch $(if $(NP),and np$(NP)))"
 
-test-peers:  ## tests that PyTorch, Horovod, Accelerate and Lightning wrote, on this package's backend: half an hour; skipped where they cannot be fetched
+test-peers:  ## tests that PyTorch, Horovod, Accelerate, Lightning and Transformers wrote, on this package's backend: half an hour; skipped where they cannot be fetched
 	@if $(MAKE) .venv-peers/.test-$(KEY); then .venv-peers/bin/python -m tests.peers --output .venv-peers/results; \
 	  else echo "make test-peers: skipped, for pip cannot install $(PEERS)"; fi
 

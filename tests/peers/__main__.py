@@ -20,7 +20,7 @@ from pathlib import Path
 
 from . import suites
 
-# name: its repository, the version that the list was made with, and its folders of tests
+# name: its repository, the version that the list was made with, and its folders: the tests, and what they need
 REPOSITORIES = {
     "horovod": (
         "https://github.com/horovod/horovod",
@@ -29,6 +29,7 @@ REPOSITORIES = {
     ),
     "lightning": ("https://github.com/Lightning-AI/pytorch-lightning", "2.6.5", "tests"),
     "torch": ("https://github.com/pytorch/pytorch", "v2.6.0", "test/distributed"),
+    "transformers": ("https://github.com/huggingface/transformers", "v5.15.0", "tests utils src/transformers"),
 }
 # name: Debian's source package with the same files, for machines whose apt has a line for sources
 PACKAGES = {"torch": "pytorch=2.6.0+dfsg-7"}
@@ -118,7 +119,7 @@ def folder_of(name, repositories):
     if name == "horovod":
         return fetched(name, repositories)
     if name != "accelerate":
-        return fetched(name, repositories) / REPOSITORIES[name][2]
+        return fetched(name, repositories) / REPOSITORIES[name][2].split()[0]
     found = importlib.util.find_spec("accelerate")
     if found is None or found.origin is None:
         raise OSError("Accelerate is not installed")

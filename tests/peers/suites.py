@@ -294,9 +294,7 @@ class Suite:
 
 
 # Those for which Transformers enables its tests of tensor, expert and data parallel models
-MODELS = (
-    "cohere2_moe deepseek_v4 glm4_moe glm4_moe_lite glm_moe_dsa llama mistral mixtral olmoe qwen2 qwen2_moe qwen3 qwen3_moe"
-)
+MODELS = "cohere2_moe deepseek_v4 glm4_moe glm4_moe_lite glm_moe_dsa llama mistral mixtral olmoe qwen2 qwen2_moe qwen3 qwen3_moe"
 
 SUITES = {
     "accelerate": Suite(

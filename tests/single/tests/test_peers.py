@@ -1,8 +1,10 @@
 """The drivers of the suites that others wrote: jobs of tests on ranks, and the lists of their results."""
 
 import json
+import os
 import subprocess
 import sys
+import unittest
 
 import pytest
 
@@ -109,6 +111,30 @@ def test_only_the_tests_of_a_source_archive_are_unpacked(tmp_path):
 def test_a_literal_of_a_gpu_becomes_one_of_a_cpu(tmp_path):
     tests = tmp_path / "tests"
     tests.mkdir()
-    (tests / "test_one.py").write_text(r"""a = "cuda", 'cuda:0', f"cuda:{rank}", r"device\(type='cuda'" # cuda""")
+    gpu = r"""a = "cuda", 'cuda:0', f"cuda:{rank}", r"device\(type='cuda'", "nccl", "cpu:gloo,cuda:nccl" # cuda"""
+    (tests / "test_one.py").write_text(gpu)
     copy = SUITES["torch"].parts.copied(tests, tmp_path / "output")
-    assert (copy / "test_one.py").read_text() == r"""a = "cpu", 'cpu', "cpu", r"device\(type='cpu'" # cuda"""
+    cpu = r"""a = "cpu", 'cpu', "cpu", r"device\(type='cpu'", "gloo", "gloo" # cuda"""
+    assert (copy / "test_one.py").read_text() == cpu
+
+
+def test_a_process_that_a_suite_spawns_is_a_rank_of_the_job(tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-frameworks")
+    import torch.distributed as dist
+
+    monkeypatch.setattr(torch.multiprocessing, "spawn", None)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend: ports.append(os.environ["MASTER_PORT"]))
+    monkeypatch.setenv("MASTER_PORT", "1111")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    ports, results = [], tmp_path / "results.json"
+
+    def work(rank, path):
+        os.environ["MASTER_PORT"] = "2222"  # each rank has found another port
+        dist.init_process_group("gloo")
+        path.write_text(f"rank {rank}")
+
+    SUITES["transformers"].parts.prepare(jobs.Ranks(tmp_path, 0, 1))
+    torch.multiprocessing.spawn(work, args=(results,), nprocs=1)
+    assert ports == ["1111"] and results.read_text() == "rank 0"
+    with pytest.raises(unittest.SkipTest, match="needs 2 ranks"):
+        torch.multiprocessing.spawn(work, args=(results,), nprocs=2)
