@@ -218,6 +218,12 @@ class Torch(Nothing):
             several._ensure_processes_spawned = classmethod(start)
 
     @staticmethod
+    def after():
+        import torch.distributed as dist
+
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+    @staticmethod
     def wants(item):
         """Return whether a test can make a group of ranks: threads are no ranks."""
         from torch.testing._internal.common_distributed import MultiThreadedTestCase
@@ -468,6 +474,8 @@ def main():
     if not arguments.job and not arguments.collect:
         tests = suite.parts.copied(tests, output)
     jobs.LIMIT = arguments.limit
+    # Processes that a test case forks have one seed, so a name of a test means the same element of a set.
+    os.environ["PYTHONHASHSEED"] = "0"
     words = ["-m", __spec__.name, arguments.suite, "--tests", str(tests), "--limit", str(jobs.LIMIT)]
 
     def results_on(backend, names):
