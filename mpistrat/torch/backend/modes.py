@@ -49,9 +49,21 @@ def seen_as(name: str) -> Callable[[F], F]:
             with _pop_mode_temporarily():
                 return _dispatch(self, name, call, args, kwargs, mode)
 
+        _uncompiled(call)
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def _uncompiled(function: Any) -> None:
+    """Let torch.compile leave a function, and what it calls, as they are: it compiles frames after a graph break.
+
+    `torch.compiler.disable` would do the same, in a longer time for each call.
+    """
+    frames = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):  # not in older versions
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
 def _subclasses(values: Iterable[Any]) -> tuple[Any, ...]:

@@ -187,3 +187,15 @@ def test_a_dtensor_is_an_error_that_says_what_to_pass():
             dist.all_reduce(sharded)
         dist.all_reduce(sharded.to_local())
         assert sharded.to_local().tolist() == [2.0, 4.0]
+
+
+def test_a_compiled_function_calls_operations():
+    @torch.compile(backend="eager")
+    def twice(tensor):
+        dist.all_reduce(tensor)
+        work = dist.all_reduce(tensor, async_op=True)  # a graph break
+        work.wait()
+        return tensor + 1
+
+    with default_group():
+        assert twice(torch.ones(3)).tolist() == [dist.get_world_size() ** 2 + 1] * 3
