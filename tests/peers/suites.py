@@ -232,7 +232,10 @@ class Torch(Nothing):
 
 
 class Transformers(Nothing):
-    """Transformers' tests of parallel models, which it makes from small configurations. Ranks take the place of processes."""
+    """Transformers' tests of parallel models, which it makes from small configurations. Ranks take the place of processes.
+
+    Its other tests of several ranks, `trainer/distributed`, need several GPUs. Those of `tensor_parallel` make no group.
+    """
 
     @staticmethod
     def pytest_configure(config):
