@@ -270,6 +270,7 @@ def test_a_wide_range_is_told_as_differences(tmp_path, capsys):
 
 
 def test_the_command_names_the_best_layout_and_meets_what_was_measured(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
     file, out, plot = tmp_path / "bench.json", tmp_path / "plan.json", tmp_path / "plan.png"
     file.write_text(json.dumps(document(ranks=2, nodes=1)))
     words = [

@@ -180,10 +180,16 @@ def test_nulls_that_have_no_value_are_errors(tmp_path: Path, column: str) -> Non
     values = whole.column(column).to_pylist()
     values[6] = [None, 1.0] if column == "list" else None
     nulls = pa.table({column: pa.array(values, whole.schema.field(column).type), "x": range(ROWS)})
-    parquet.write_table(nulls, tmp_path / "a.parquet", row_group_size=5)
+    try:
+        parquet.write_table(nulls, tmp_path / "a.parquet", row_group_size=5)
+    except pa.ArrowNotImplementedError as error:  # by pyarrow 16
+        pytest.skip(str(error))
     dataset = from_tables(tmp_path, column)
     assert len(dataset.rows([0, 4])) == 2
-    with pytest.raises(ShardError, match=r"a\.parquet: unit 1: expected values without nulls.*1 nulls? of"):
+    reason = r"values without nulls.*1 nulls? of"
+    if column == "vector":  # which pyarrow 25 and older cannot read
+        reason = rf"({reason}|5 rows, got ArrowInvalid: .* lists)"
+    with pytest.raises(ShardError, match=rf"a\.parquet: unit 1: expected {reason}"):
         dataset.rows([5])
     assert from_tables(tmp_path, "x").rows([6]).tolist() == [6]
 
