@@ -15,6 +15,9 @@ with mock(["torch", "jax", "optax", "keras", "tensorflow"]):  # their reference 
     import mpistrat.keras
     import mpistrat.torch
 
+    for name in mpistrat.torch.__all__:  # whose modules are imported when they are used
+        getattr(mpistrat.torch, name)
+
 project = "mpistrat"
 author = copyright = "mpistrat developers"
 version = release = mpistrat.__version__

@@ -203,8 +203,8 @@ def download(
     version (size, and ETag or time of change). It needs fsspec.
 
     Args:
-        files: a URL of a file, a folder (of a web server: with "/" at its end) or a pattern, such as "s3://bucket/train/",
-            "https://host/a.h5" or "gs://bucket/train-*.tar"; or a list of URLs of files. Paths work, too: for copies of a
+        files: a URL of a file, a folder (of a web server: with "/" at its end) or a pattern, such as `s3://bucket/train/`,
+            `https://host/a.h5` or `gs://bucket/train-*.tar`; or a list of URLs of files. Paths work, too: for copies of a
             parallel file system on the node's disk.
         folder: a folder on a disk of the node. It is made if it is missing.
         limit: the most bytes of all copies in the folder; None for what the disk has room for.
