@@ -69,7 +69,12 @@ def test_a_mode_sees_the_operators_that_it_sees_of_gloo(name):
         found = []
         for each in (dist.new_group(backend="gloo"), group):
             with Seen() as outer, Seen() as inner:
-                CASES[name](each)
+                try:
+                    CASES[name](each)
+                except RuntimeError as error:  # gloo of PyTorch 2.5
+                    if each is group or "does not support" not in str(error):
+                        raise
+                    pytest.skip(str(error))
             assert inner.calls == outer.calls
             found.append(inner.calls)
         assert found[1] == found[0] and found[0]
@@ -183,7 +188,9 @@ def test_a_dtensor_is_an_error_that_says_what_to_pass():
     with default_group() as group:
         mesh = torch.distributed.DeviceMesh.from_group(group, "cpu")
         sharded = tensor.distribute_tensor(torch.arange(4.0), mesh, [tensor.Shard(0)])
-        with pytest.raises(NotImplementedError, match=r"sharding strategy|got a DTensor.*to_local"):
+        # PyTorch 2.5 asserts before it calls the group.
+        text = r"sharding strategy|got a DTensor.*to_local|no DeviceMesh"
+        with pytest.raises((NotImplementedError, AssertionError), match=text):
             dist.all_reduce(sharded)
         dist.all_reduce(sharded.to_local())
         assert sharded.to_local().tolist() == [2.0, 4.0]
