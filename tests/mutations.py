@@ -142,7 +142,7 @@ class Instrument(ast.NodeTransformer):
         if isinstance(node, ast.Call):
             function = node.func
             if isinstance(function, ast.Name):
-                return function.id in self._ours or function.id == "_in_order"
+                return function.id in self._ours or function.id == "in_order"
             return isinstance(function, ast.Attribute) and function.attr in ("Device", "stream")
         last = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
         return last in ("stream", "_stream")

@@ -42,7 +42,7 @@ def step_by_torch(monkeypatch, nodes_of_one_rank=False):
         always = property(lambda self: True, lambda self, value: None)
         monkeypatch.setattr(arena.ArenaAllocator, "on_gpu", always, raising=False)
         monkeypatch.setattr(arena.ArenaAllocator, "_free_bytes", lambda self: arena.UNLIMITED)
-        monkeypatch.setattr(on_stream, "_in_order", lambda: names.append("in order") or contextlib.nullcontext())
+        monkeypatch.setattr(on_stream, "in_order", lambda: names.append("in order") or contextlib.nullcontext())
     monkeypatch.setattr(group_module, "gpus_here", lambda: True)
     for module in (group_module, gpus):
         monkeypatch.setattr(module, "is_on_gpu", on_gpu)

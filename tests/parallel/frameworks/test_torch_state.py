@@ -198,6 +198,7 @@ def test_weights_that_differ_are_an_error_on_every_rank(mpi_tmp_path):
             match=r"TrainingState: model.0.bias: expected equal .*rank 0: float32 \(7,\).*rank 1: .*DistributedData",
         ):
             state.save(mpi_tmp_path / "run.h5")
+        dist.barrier()  # rank 0 removes its file after the other ranks have its error
         assert not list(mpi_tmp_path.iterdir())
 
 
