@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from ..spec import ArraySpec
 from ..stats import StageStats
 from .choice import READERS, choose_reader, chunk_starts
 from .handles import check_mpi_io, open_hdf5_files
-from .remote import refuse_url
+from .remote import refuse_urls
 from .storage import Contiguous, Storage
 
 __all__ = ["Fields", "HDF5Rows"]
@@ -85,9 +84,7 @@ class HDF5Rows(InputRows):
         _one_of("verify", verify, (True, False, "auto"))
         self._verify = verify
         self._names = None if self._structure is None else list(dict.fromkeys(nest.flatten(self._structure)))
-        for one in [files] if isinstance(files, (str, os.PathLike)) else files if isinstance(files, Sequence) else ():
-            if isinstance(one, (str, os.PathLike)):
-                refuse_url("HDF5Dataset", one)
+        refuse_urls("HDF5Dataset", files)
         found = resolve(files)
         self._files, self._folder = found.absolute(), found.paths[0].parent
         self._numbers = {path: number for number, path in enumerate(self._files.paths)}

@@ -12,7 +12,7 @@ from ...base import nest
 from ...base.errors import ShardError, explain
 from ...base.text import shortened
 from ..shards.files import PathLike, natural_key
-from .remote import refuse_url
+from .remote import refuse_urls
 
 __all__ = ["Fields", "input_files", "left_out_words", "names_in", "structure_of"]
 
@@ -32,8 +32,7 @@ def input_files(function: str, files: PathLike | Sequence[PathLike], wanted: Cal
     Raises:
         ShardError: no file is there.
     """
-    for one in [files] if isinstance(files, (str, os.PathLike)) else files:
-        refuse_url(function, one)
+    refuse_urls(function, files)
     if isinstance(files, (str, os.PathLike)):
         path = Path(files).absolute()
         if path.is_dir():

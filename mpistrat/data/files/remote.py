@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -14,7 +14,7 @@ from ...base.lazy import load_optional
 from ..shards.files import PathLike
 from .handles import shard_error
 
-__all__ = ["RemoteFile", "file_system", "is_url", "naming", "refuse_url", "web_options"]
+__all__ = ["RemoteFile", "file_system", "is_url", "naming", "refuse_urls", "web_options"]
 
 _SILENCE = 60.0  # seconds that a server may send nothing
 _CONNECT = 30.0  # seconds that a connection may take
@@ -32,20 +32,21 @@ def is_url(path: PathLike) -> bool:
     return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", os.fspath(path)))
 
 
-def refuse_url(function: str, path: PathLike) -> None:
-    """Raise ShardError for the URL of a remote file, which the reader cannot read in place.
+def refuse_urls(function: str, files: Any) -> None:
+    """Raise ShardError for the URL of a remote file, or one in a sequence, which the reader cannot read in place.
 
     Example:
-        >>> refuse_url("from_tar", "s3://bucket/a.tar")
+        >>> refuse_urls("from_tar", "s3://bucket/a.tar")
         Traceback (most recent call last):
             ...
         mpistrat.errors.ShardError: from_tar: s3://bucket/a.tar: expected a path on this machine, got a URL. Copy ...
     """
-    if is_url(path):
-        remedy = (
-            f"Copy the files to this node first, and read the copies: ms.data.download({os.fspath(path)!r}, folder)."
-        )
-        raise shard_error(os.fspath(path), "a path on this machine", "a URL", remedy, function)
+    paths = [files] if isinstance(files, (str, os.PathLike)) else files if isinstance(files, Sequence) else ()
+    for path in paths:
+        if isinstance(path, (str, os.PathLike)) and is_url(path):
+            url = os.fspath(path)
+            remedy = f"Copy the files to this node first, and read the copies: ms.data.download({url!r}, folder)."
+            raise shard_error(url, "a path on this machine", "a URL", remedy, function)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from ..shards.objects import Refused, check_filters, field_of, find, find_group
 from ..spec import ArraySpec, stacked_nbytes
 from .handles import DAMAGED, shard_error
 from .inputs import Fields, structure_of
-from .remote import refuse_url
+from .remote import refuse_urls
 from .stored import StoredHDF5
 from .units import FieldFiles, StoredField
 
@@ -203,7 +203,7 @@ class SparseFile(FieldFiles):
 
     def __init__(self, path: PathLike, fields: Fields, dense: bool) -> None:
         names = structure_of("from_sparse", "fields", fields)
-        refuse_url("from_sparse", path)
+        refuse_urls("from_sparse", path)
         path = Path(path).absolute()
         if not path.is_file():
             raise shard_error(path, "a file", "no such file", function="from_sparse")

@@ -246,6 +246,13 @@ def test_a_sparse_member(tmp_path: Path) -> None:
         from_tar(path)
 
 
+def test_an_iterator_of_paths(tmp_path: Path) -> None:
+    """It can be read once."""
+    for number in range(2):
+        write(tmp_path / f"{number}.tar", {f"{number}.txt": b"word"})
+    assert len(from_tar(tmp_path.glob("*.tar"))) == 2
+
+
 def test_without_samples(tmp_path: Path) -> None:
     assert len(from_tar(write(tmp_path / "a.tar", {}))) == 0
     with pytest.raises(ShardError, match="from_tar: .*expected at least one file, got none"):
