@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import Any, final
 
 from ..base.arguments import integer
-from ..base.errors import ShardError, explain
+from ..base.errors import ShardError
 from ..base.text import counted, decimal_size
+from .files.handles import shard_error
 from .files.remote import RemoteFile, file_system, naming
 from .shards.files import PathLike
 
@@ -31,8 +33,7 @@ _POLL = 0.05  # seconds between looks at copies that other ranks make
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)  # errors that a retry meets again
 
 
-def _error(url: str, expected: str, got: object, remedy: str = "") -> ShardError:
-    return ShardError(explain(_FUNCTION, url, expected=expected, got=got, remedy=remedy))
+_error = functools.partial(shard_error, function=_FUNCTION)
 
 
 @dataclass(frozen=True)

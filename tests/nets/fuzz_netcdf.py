@@ -21,7 +21,7 @@ import numpy as np
 
 from mpistrat.data import from_netcdf
 from mpistrat.errors import ShardError
-from tests.nets.fuzz_shards import MUTATIONS, run, same
+from tests.nets.fuzz_shards import MUTATIONS, run, same, status_of
 
 ROWS = 60
 NAMES = ["time", "packed", "x"]
@@ -132,11 +132,7 @@ def main() -> int:
         Counter(f"{what.split(',')[0]}: {outcome[:20]}" for _, what, outcome in outcomes).items()
     ):
         print(f"{number:6} {what}")
-    bad = faults(outcomes)
-    for number, what, outcome in bad[:50]:
-        print(f"mutant {number}: {what}: {outcome}".replace("\\n", "\n"))
-    print(f"{len(outcomes)} mutants, {len(bad)} faults")
-    return 1 if bad else 0
+    return status_of(outcomes, faults(outcomes))
 
 
 if __name__ == "__main__":

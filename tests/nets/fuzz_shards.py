@@ -316,7 +316,11 @@ def main() -> int:
     print(f"{'set, way':24}" + "".join(f"{result:>14}" for result in results))
     for what in sorted({what for what, _ in counted}):
         print(f"{what or '(not told)':24}" + "".join(f"{counted[what, result]:14}" for result in results))
-    bad = faults(outcomes)
+    return status_of(outcomes, faults(outcomes))
+
+
+def status_of(outcomes: list[tuple[int, str, str]], bad: list[tuple[int, str, str]]) -> int:
+    """Print the faults among the outcomes; return the exit status."""
     for number, what, outcome in bad[:50]:
         print(f"mutant {number}: {what}: {outcome}".replace("\\n", "\n"))
     print(f"{len(outcomes)} mutants, {len(bad)} faults")

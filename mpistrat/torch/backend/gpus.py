@@ -185,9 +185,9 @@ def _found(inner: Any, *names: str) -> Iterator[Callable[..., Any]]:
 
 def _end(inner: Any, *names: str) -> None:
     """Call the first of some methods that end a group. One that has none, as gloo's of PyTorch 2.5, ends when it is freed."""
-    for method in _found(inner, *names):
+    method = next(_found(inner, *names), None)
+    if method is not None:
         method()
-        return
 
 
 def inner_group(timeout: timedelta) -> tuple[Callable[[Any, int, int], Any], Any]:

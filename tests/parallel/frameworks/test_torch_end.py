@@ -24,7 +24,7 @@ other, value = 1 - dist.get_rank(), torch.ones(3)
 dist.all_reduce(value, async_op=True).wait()
 for work in [dist.isend(value, other), dist.irecv(torch.empty(3), other)]:
     work.wait()
-late = dist.irecv(torch.empty(3), other, tag=1)  # of a message that nobody sends
+late = dist.irecv(torch.empty(3), other, tag=1)  # of a message that no rank sends
 future = late.get_future()
 print("before", sum(each.name.startswith("mpistrat") for each in threading.enumerate()) >= 2, flush=True)
 """

@@ -124,7 +124,7 @@ def test_s3(tmp_path: Path, remote: Path) -> None:
         assert [path.name for path in download("s3://bucket/train/*.bin", tmp_path / "node", storage_options=options)] == [
             "a.bin", "b.bin",
         ]  # fmt: skip
-        for missing in ("s3://bucket/train/no.bin", "s3://nobody/train/"):
+        for missing in ("s3://bucket/train/no.bin", "s3://absent/train/"):
             with pytest.raises(ShardError, match=f"download: {missing}"):
                 download(missing, tmp_path / "node", storage_options=options)
     finally:
