@@ -473,7 +473,8 @@ class TorchRule(ForeignRule):
         Raises:
             ValueError: on every rank, when all counts are 0.
         """
-        counts, self.counts = self.counts, []
+        counts = self.counts.copy()
+        self.counts.clear()  # setting the attribute would make all ranks describe their settings anew
         self._core.divisor = 1.0
         if not counts:
             return
