@@ -147,10 +147,6 @@ class OptimizerCore:
         """
         return self.started - (0 if self.overflow is None else self.overflow.skipped)
 
-    @calls.setter
-    def calls(self, calls: int) -> None:
-        self.started, self.overflow = calls, None
-
     @property
     def updates(self) -> int:
         """The number of updates so far."""
@@ -162,7 +158,12 @@ class OptimizerCore:
 
     def set_calls(self, calls: int) -> None:
         """Set the number of calls; ranks compare it, because they may set different numbers."""
-        self.calls = self._counted_from = calls
+        self.started = self._counted_from = calls
+        self.overflow = None
+
+    def count_on_host(self) -> None:
+        """Take the count over from a GPU that has decided about overflow, which the host waits for."""
+        self.started, self.overflow = self.calls, None
 
     def updates_at(self, call: int) -> bool:
         """Return whether a call of `apply_gradients`, counted from 1, is an update."""

@@ -167,7 +167,7 @@ class LossScaleOptimizer:
         inner, core = self.inner_optimizer, self.inner_optimizer._core
         if not step.may_skip:
             if core.overflow is not None:
-                core.calls = core.calls  # counted by the host from now on
+                core.count_on_host()
             scale = float(self.dynamic_scale)
             if inner.loss_scale_factor != scale:
                 inner.loss_scale_factor = scale
