@@ -1,14 +1,19 @@
 """Collective calls: all ranks compare the fingerprints of their calls before data is sent, and mismatches become errors.
 
+Sums on GPUs may be in flight between two collectives (`IN_FLIGHT`): each ends those of the one before, so that the host may start
+the next forward and backward pass meanwhile.
+
 On a node the tag of a `Collective` is exchanged in every barrier (see `node`). Between nodes the ranks compare each unexpected
 call (`Comparison`).
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
+from collections.abc import Callable
 from time import monotonic
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import numpy as np
 
@@ -21,11 +26,31 @@ from .monitor.rank_monitor import RankMonitor, no_more_use
 from .node import Node
 from .recorder import RECORDER
 
-__all__ = ["Collective", "Comparison"]
+__all__ = ["IN_FLIGHT", "Collective", "Comparison", "InFlight"]
 
 _MASK = (1 << 63) - 1
 _PLACES = 4096  # expectations that are stored
 _NAME_CHARACTERS = 80  # of a call in the recorder
+
+
+class InFlight(Protocol):
+    """Sums on GPUs that the host has not waited for."""
+
+    def settle(self) -> None:
+        """Wait for them. Raises if they never end."""
+
+    def drop(self, error: BaseException) -> None:
+        """End them after an error, because of which other ranks may never join them."""
+
+
+IN_FLIGHT: list[InFlight] = []  # of this process
+_ENDING = threading.Lock()
+
+
+def _end_sums(end: Callable[[InFlight], None]) -> None:
+    with _ENDING:
+        while IN_FLIGHT:
+            end(IN_FLIGHT.pop(0))
 
 
 @final
@@ -63,6 +88,8 @@ class Collective(Call):
         monitor.current = (monotonic(), self, monitor.number)
         self._event = RECORDER.begin(self._name, monitor.number)
         try:
+            if IN_FLIGHT:
+                _end_sums(lambda sums: sums.settle())
             comparison = self._comparison
             if comparison is not None and comparison.due(self, monitor.number):
                 self._node.barrier(self)
@@ -85,6 +112,7 @@ class Collective(Call):
         if monitor.size > 1:
             if error is not None:
                 monitor.fail(error, False)
+                _end_sums(lambda sums: sums.drop(error))
             elif self._comparison is not None:
                 self._comparison.ended = monitor.number
             RECORDER.end(self._event)

@@ -1,10 +1,10 @@
 """GPUs: copies from the host on a separate CUDA stream, and NCCL communicators over all ranks.
 
-While NCCL is in flight only the watchdog calls MPI, on memory of the host: a call of MPI on memory of a GPU, or a blocking one on
-any rank, may deadlock. So every call here waits for its streams before it returns, or at the end of the block of `one_wait`, and
-every MPI call of this package blocks. Sums of `start` are the exception: all ranks put the same on their GPUs before they call
-MPI, on memory of the host, so no rank waits for a sum that another has not started. A wait polls: when ranks have left or are
-lost, when NCCL reports an error, or when time is over, it aborts the communicators, because kernels of NCCL would wait for ever.
+While NCCL is in flight this package does not call MPI on memory of a GPU: it may deadlock. Calls on memory of the host are safe:
+all ranks put the same sums on their GPUs before them, so no rank waits for a sum that another has not started. So `all_reduce`
+waits for its streams before it returns, or at the end of the block of `one_wait`; the sums of a step end with the next
+collective, and those of `start` with the step. A wait polls: when ranks have left or are lost, when NCCL reports an error, or
+when time is over, it aborts the communicators, because kernels of NCCL would wait for ever.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from ..base.devices import parse
 from ..base.errors import ClosedError, MissingDependencyError, PeerExitError, explain
 from ..base.text import named
 from ..base.waiting import PeerWait, wait_until
+from ..cluster.world import survives
 from .arrays import import_cupy, is_bfloat16, pinned_empty
+from .contract import IN_FLIGHT
 from .process_group import ProcessGroup
 
 __all__ = [
@@ -350,6 +352,7 @@ class NcclCommunicator:
         self._comms: list[Any] = []
         self._waits = True
         self._stream: Any = None  # of sums that start before the step
+        self._unfinished: list[tuple[Callable[[], bool], Callable[[], bool]]] = []  # see `_watch`
         topology = group.topology
         unique = np.zeros(_ID_BYTES, np.uint8)
         if topology.rank == 0:
@@ -376,12 +379,17 @@ class NcclCommunicator:
             self._nccl.groupEnd()
 
     @contextlib.contextmanager
-    def one_wait(self) -> Iterator[None]:
-        """Wait once, at the end of a block, for all sums in it, which are ordered with other work on the current streams.
+    def one_wait(self, later: bool = False) -> Iterator[None]:
+        """Wait once for all sums in a block, at its end or later; they are ordered with other work on the current streams.
 
         The block must not call MPI. Its work comes after started sums.
+
+        Args:
+            later: wait in the next collective. If ranks may be lost and the others go on, the wait is at the end all the same: a
+                program that asks the GPU for a number would wait there for ever.
         """
-        own = self._mark()
+        several = self._group.topology.size > 1
+        own = self._mark() if several else None
         if self._stream is not None:
             self._cupy.cuda.get_current_stream().wait_event(self._stream.record())
         self._waits = False
@@ -389,10 +397,18 @@ class NcclCommunicator:
             yield
         finally:
             self._waits = True
-            self._wait(own)
+            if own is not None:
+                self._unfinished.append((own, self._mark()))
+            if not later or survives():
+                self.settle()
+                for device in self.devices:
+                    with self._cupy.cuda.Device(device):
+                        self._cupy.cuda.get_current_stream().synchronize()
+            elif own is not None:
+                IN_FLIGHT.append(self)
 
-    def _wait(self, own: Callable[[], bool]) -> None:
-        """Wait for the work on the current streams; `own` as for `_watch`.
+    def settle(self) -> None:
+        """Wait for the sums in flight.
 
         Raises:
             PeerExitError: a rank has left the program.
@@ -400,11 +416,10 @@ class NcclCommunicator:
             CollectiveTimeoutError: the wait exceeds the time limit of the collective.
             cupy.cuda.nccl.NcclError: NCCL reports an error of a communicator.
         """
-        if self._group.topology.size > 1 and self._comms:
-            self._watch(own, self._mark())
-        for device in self.devices:
-            with self._cupy.cuda.Device(device):
-                self._cupy.cuda.get_current_stream().synchronize()
+        unfinished, self._unfinished = self._unfinished, []
+        for own, done in unfinished:
+            if self._comms:
+                self._watch(own, done)
 
     def _mark(self) -> Callable[[], bool]:
         """Return a function that returns True when the work on the current streams is done."""
@@ -462,11 +477,15 @@ class NcclCommunicator:
         with self._stream:
             self._sum(arrays, sources)
 
-    def drop(self) -> None:
-        """End started sums: abort the communicators unless all of them end by themselves within a second."""
-        last = self._stream.record()
-        if not wait_until(lambda: last.done, _LAST_PART):
-            self._abort(RuntimeError("ranks started other sums"))
+    def drop(self, error: BaseException | None = None) -> None:
+        """End sums in flight, after an error: abort the communicators unless all of them end by themselves within a second."""
+        last = [done for _, done in self._unfinished]
+        self._unfinished = []
+        if self._stream is not None:
+            started = self._stream.record()
+            last.append(lambda: started.done)
+        if not wait_until(lambda: all(done() for done in last), _LAST_PART):
+            self._abort(error or RuntimeError("ranks started other sums"))
 
     def all_reduce(self, arrays: Sequence[Any], sources: Sequence[Any] | None = None) -> None:
         """Sum contiguous CuPy arrays of one dtype and size over all replicas; one for each local GPU, in order.
@@ -476,7 +495,7 @@ class NcclCommunicator:
         Raises:
             TypeError: NCCL cannot sum the dtype.
             ClosedError: after `close()`, and after an error.
-            Exception: see `_wait`.
+            Exception: see `settle`.
         """
         with self.one_wait() if self._waits else contextlib.nullcontext():
             self._sum(arrays, sources)
@@ -498,7 +517,8 @@ class NcclCommunicator:
                     comm.allReduce(source.data.ptr, array.data.ptr, count, datatype, self._nccl.NCCL_SUM, stream)
 
     def close(self) -> None:
-        """Destroy the communicators. Collective the first time; later calls do nothing."""
+        """Destroy the communicators, after the sums in flight. Collective the first time; later calls do nothing."""
+        self.settle()
         comms, self._comms = self._comms, []
         for device, comm in zip(self.devices, comms, strict=False):
             with self._cupy.cuda.Device(device):

@@ -129,7 +129,7 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
             super().reduce_arena(arena, ranges, consume, unsent)
             return
         how = self.arithmetic(ReduceOp.SUM, arena.dtype)
-        with self._connected().one_wait():
+        with self._connected().one_wait(later=True):
             begun = self._early.take(arena.key, ranges)
             for low, high in blocks(ranges, GPU_BLOCK):
                 total = begun.pop((low, high), None)

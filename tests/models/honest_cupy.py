@@ -14,7 +14,8 @@
   one after the other. What const pointers point to is read, all else is written. Arguments must have the kernel's types.
 - **NCCL.** Each rank of a communicator needs a physical GPU of its own, else every rank gets NCCL_ERROR_INVALID_USAGE
   ("Duplicate GPU"). What would hang raises `Hang`: ncclCommInitRank for a second GPU outside of a group, a collective on one of
-  several local communicators. Counts and dtypes are compared. A reduction is work on a stream. MPI moves the data.
+  several local communicators. Counts and dtypes are compared. A reduction is work on a stream. MPI moves the data. While one is
+  on a stream, memory of a GPU that MPI gets is reported: both may wait for the other.
 
 GPUs: FAKE_GPUS (default 1) of this node, seen through CUDA_VISIBLE_DEVICES if that is set. FAKE_POLICY: "late" or "early".
 FAKE_CUPY: 14, or 13. FAKE_ROCM=1: a CuPy for AMD's GPUs, whose arrays have no __cuda_array_interface__, with RCCL as its
@@ -548,6 +549,8 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
             raise TypeError("max_version")  # mpi4py asks again, as of an older CuPy
         if stream == -1:  # mpi4py
             self.memory.host_touch(self, "MPI")
+            if sums_in_flight():
+                M.tell("MPI gets memory of a GPU while NCCL is in flight", where())
         elif stream != -1:  # the consumer's stream waits for the current one
             current = M.current(self.memory.device_id)
             if M.torch_stream is not None and M.torch_stream is not current:
@@ -1093,6 +1096,11 @@ def install() -> Any:
 def drain() -> None:
     for stream in list(M.streams):
         stream.run(stream.seq)
+
+
+def sums_in_flight() -> int:
+    """Return the number of NCCL's kernels that are not done."""
+    return sum(op.what == "nccl" for stream in M.streams for op in stream.queue)
 
 
 def report() -> tuple[dict[str, int], dict[str, int]]:

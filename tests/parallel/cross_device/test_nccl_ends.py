@@ -4,6 +4,9 @@ Kernels of NCCL wait for ever then, and only an abort of the communicator ends t
 """
 
 import re
+import shutil
+
+import pytest
 
 PROGRAM = """
 import os, sys, time
@@ -106,3 +109,57 @@ def test_an_error_that_nccl_reports(mpi_run):
     (seconds, text), (_, later) = ends_of(result, 0)
     assert text.startswith("NcclError: NCCL_ERROR_REMOTE_ERROR") and seconds < 2
     assert later.startswith("ClosedError") and "NCCL_ERROR_REMOTE_ERROR" in later
+
+
+STEPS = """
+import os, sys, time
+from tests.models import honest_cupy
+cupy = honest_cupy.install()
+import numpy as np
+import mpistrat as ms
+from mpi4py import MPI
+
+rank = MPI.COMM_WORLD.rank
+strategy = ms.MultiWorkerMirroredStrategy(devices=[f"gpu:{rank}"])
+with strategy.scope():
+    variable, optimizer = ms.Variable(np.zeros(300, np.float32), name="v"), ms.optimizers.Adam(0.1)
+
+def step(number):
+    variable.grad[...] = 1.0
+    if number == 3 and rank == 1:
+        fail()
+    optimizer.apply_gradients([(variable.grad, variable)])
+
+def fail():
+    def act(*arguments):
+        WHAT
+    honest_cupy.NcclCommunicator.allReduce = act
+
+try:
+    for number in range(6):
+        strategy.run(step, args=(number,))
+except Exception as error:
+    begin = time.monotonic()
+    cupy.cuda.Device().synchronize()  # no kernel of NCCL is left
+    print(f"rank {rank}: {type(error).__name__}: {error} [{time.monotonic() - begin:.0f} s]", flush=True)
+    raise
+print("not reached")
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++, which compiles the kernels for the stand-in")
+@pytest.mark.parametrize("memory", ["1", "0"], ids=["one node", "two nodes"])
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("sys.exit(3)", "PeerExitError: rank 1 left the program"),
+        ("raise honest_cupy.NcclError(1, 'NCCL_ERROR_UNHANDLED_CUDA_ERROR: out of memory')", "out of memory"),
+    ],
+    ids=["leaves", "fails"],
+)
+def test_a_rank_that_never_joins_a_steps_sums_is_named(mpi_run, memory, what, named):
+    """The host of rank 0 does not wait for these sums, and no kernel of NCCL is left there."""
+    env = {"FAKE_GPUS": "2", "MPISTRAT_SHARED_MEMORY": memory}
+    result = mpi_run(STEPS.replace("WHAT", what), 2, 40, env=env)
+    assert result.returncode != 0 and "not reached" not in result.stdout and result.seconds < 20
+    assert named in result.stderr + result.stdout

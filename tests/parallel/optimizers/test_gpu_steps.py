@@ -76,13 +76,12 @@ PLAIN = {
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_adamw_takes_one_kernel_for_all_and_one_sum_for_each_block(cupy, name):
-    """Weights, gradients and two slots are read or written once; nothing is copied; only sums of NCCL are waited for, once."""
+    """Weights, gradients and two slots are read or written once; nothing is copied; the host waits for nothing."""
     counts, nbytes = work_of_a_step(PLAIN[name])
     pieces = {1: 1, 2: BLOCKS}[MPI.COMM_WORLD.size]
     sums = pieces if MPI.COMM_WORLD.size > 1 else 0
     assert counts.pop("kernel") == pieces <= 20
     assert counts.pop("nccl", 0) == sums
-    assert counts.pop("wait", 0) <= min(1, sums)
     assert counts.pop("record", 0) <= 2 * min(1, sums)  # events before and behind the sums
     assert counts.pop("alloc", 0) == counts.pop("free", 0) == sums  # of a pool, as long as a block's update takes
     assert counts == {}
@@ -111,8 +110,7 @@ def test_norms_stay_on_the_gpu(cupy, name):
     several = MPI.COMM_WORLD.size > 1
     assert counts["kernel"] == 5 + updates + (BLOCKS if several else 0)  # sums of several ranks are copied, to be kept
     assert counts["kernel"] <= 20
-    assert counts.get("wait", 0) <= several  # for NCCL, once
-    assert counts.get("copy to host", 0) == 0
+    assert counts.keys().isdisjoint({"wait", "copy to host"})
     assert counts.get("nccl", 0) == (BLOCKS if several else 0)
     assert nbytes["kernel"] < (7.5 if several else 5.5)
 
@@ -121,7 +119,7 @@ def test_numbers_that_must_be_finite_are_waited_for_once(cupy):
     counts, nbytes = work_of_a_step(lambda: ms.optimizers.AdamW(1e-3, check_numerics=True))
     several = MPI.COMM_WORLD.size > 1
     assert counts["kernel"] == 5 + (BLOCKS if several else 0)
-    assert counts["wait"] <= 2 + several  # for the copy to the host, through pinned memory
+    assert counts["wait"] <= 2  # for the copy to the host, through pinned memory
     assert counts["copy to host"] == 1
     assert nbytes["copy to host"] < 0.001
 
@@ -133,8 +131,7 @@ def test_a_loss_scale_stays_on_the_gpu(cupy, settings):
     several = MPI.COMM_WORLD.size > 1
     assert counts["kernel"] == (BLOCKS if several else 1) + 4 + 5 * bool(settings) <= 20
     assert counts.get("nccl", 0) == (BLOCKS if several else 0)
-    assert counts.get("wait", 0) <= several  # for NCCL, once
-    assert counts.keys() <= {"kernel", "nccl", "wait", "record", "alloc", "free"}  # no copy, and nothing from the host
+    assert counts.keys() <= {"kernel", "nccl", "record", "alloc", "free"}  # no wait, no copy, and nothing from the host
     rows = 2 * device_scale.ROWS * _step_dtype("float32").itemsize  # all of them count, for one that is used
     size = 4 * sum(int(np.prod(shape)) for shape in SHAPES)
     assert nbytes["kernel"] - rows / size < (8.15 if settings else 7.05)
