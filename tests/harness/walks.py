@@ -1,4 +1,4 @@
-"""The tables of docs/walks.md, and a recorder of the functions that an operation calls."""
+"""The lists of docs/walks.md, and a recorder of the functions that an operation calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "mpistrat"
 TITLE = re.compile(r"^## ([^\n]*): (\d+) hops$\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
-ROW = re.compile(r"^\| (\d+) \| `([\w/]+\.py)` \| `([\w.]+)` \| ([\w ]*?) ?\|", re.MULTILINE)
+ROW = re.compile(r"^(\d+)\. `([\w/]+\.py)` `([\w.]+)`(?: \(([\w ]+)\))?(?=:|$)", re.MULTILINE)
 
 
 class Hop(NamedTuple):
