@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -101,5 +102,5 @@ os.execv(sys.executable, [sys.executable, "-m", "mpistrat", "doctor", "--ranks",
 def documented(title: str) -> set[str]:
     """The findings that docs/doctor.md explains under a title."""
     part = (ROOT / "docs/doctor.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
-    rows = [line.split("|")[1].strip() for line in part.splitlines() if line[:1] == "|" and "---" not in line]
-    return {name for row in rows for name in row.split(", ")}
+    items = [line.split(": ")[0] for line in part.splitlines() if line.startswith("- **")]
+    return {name for item in items for names in re.findall(r"\*\*([^*]+)\*\*", item) for name in names.split(", ")}
