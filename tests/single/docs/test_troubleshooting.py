@@ -19,7 +19,7 @@ def test_every_error_is_on_the_page(name):
     beside = [base.__name__ for base in error.__bases__ if not issubclass(base, ms.errors.MpistratError)]
     beside = beside or [base.__name__ for base in error.__bases__]  # of a kind of another error
     text = f"`{name}` ({beside[0]})" if name != "MpistratError" else f"`{name}`"
-    assert f"| {text} |" in PAGE
+    assert re.search(rf"^- {re.escape(text)}(: |$)", PAGE, re.MULTILINE)
 
 
 def test_what_it_quotes_of_ours_is_said():
