@@ -51,7 +51,15 @@ def rows():
             else:
                 assert ours or cells[1].strip() == "no", cells
                 ours = [name if name.startswith("ms.") else f"{here}.{name}" for name in ours]
+                if len(ours) == 1 < len(theirs):
+                    ours += members(ours[0], theirs)
             yield title, [in_full(there, name) for name in theirs], ours
+
+
+def members(group, theirs):
+    """Our names of the members of a class or module that stands alone in its cell."""
+    last = group.rpartition(".")[2]
+    return [f"{group}.{name.split(f'{last}.')[1]}" for name in theirs if f"{last}." in name]
 
 
 def test_the_table_has_every_name_once():
