@@ -58,8 +58,10 @@ def rows():
 
 def members(group, theirs):
     """Our names of the members of a class or module that stands alone in its cell."""
-    last = group.rpartition(".")[2]
-    return [f"{group}.{name.split(f'{last}.')[1]}" for name in theirs if f"{last}." in name]
+    last = f"{group.rpartition('.')[2]}."
+    of_modules = [name.split(last)[1] for name in theirs if last in name]
+    of_classes = [name.split(".")[-1] for name in theirs if last not in name and re.search(r"\b[A-Z]\w*\.\w+$", name)]
+    return [f"{group}.{name}" for name in of_modules + of_classes]
 
 
 def test_the_table_has_every_name_once():
