@@ -19,6 +19,7 @@ import tarfile
 from pathlib import Path
 
 from . import suites
+from .jobs import absolute
 
 # name: its repository, the version that the list was made with, and its folders: the tests, and what they need
 REPOSITORIES = {
@@ -130,11 +131,13 @@ def main():
     """Run the suites."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suites", nargs="*", metavar="SUITE", help="the first word of a suite's name; default all")
-    parser.add_argument("--output", required=True, help="a folder for the results, which are made anew")
-    parser.add_argument("--repositories", help="a folder with, or for, their repositories; default OUTPUT/repositories")
+    parser.add_argument("--output", type=absolute, required=True, help="a folder for the results, which are made anew")
+    parser.add_argument(
+        "--repositories", type=absolute, help="a folder with, or for, their repositories; default OUTPUT/repositories"
+    )
     arguments = parser.parse_args()
-    output, wrong = Path(arguments.output), []
-    repositories = Path(arguments.repositories or output / "repositories")
+    output, wrong = arguments.output, []
+    repositories = arguments.repositories or output / "repositories"
     repositories.mkdir(parents=True, exist_ok=True)
     for name, words, needed in jobs():
         if arguments.suites and name.split()[0] not in arguments.suites:
@@ -144,10 +147,10 @@ def main():
         except OSError as error:
             print(f"{name}: skipped, for {error}", flush=True)
             continue
-        folder = output / name.replace(" ", "_")
-        shutil.rmtree(folder, ignore_errors=True)
+        results = output / name.replace(" ", "_")
+        shutil.rmtree(results, ignore_errors=True)
         print(f"{name}: {' '.join(words)}", flush=True)
-        command = [sys.executable, "-m", f"{__package__}.{words[0]}", *words[1:], "--output", str(folder)]
+        command = [sys.executable, "-m", f"{__package__}.{words[0]}", *words[1:], "--output", str(results)]
         if subprocess.run(command, check=False).returncode:
             wrong.append(name)
     if wrong:

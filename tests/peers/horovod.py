@@ -25,7 +25,7 @@ import types
 import unittest.mock
 from pathlib import Path
 
-from .jobs import beside, judge
+from .jobs import absolute, beside, judge
 
 EXPECTED = Path(__file__).with_suffix(".json")
 STAND_INS = Path(__file__).with_name("stand_ins")
@@ -109,7 +109,7 @@ def run_tests(path, output):
 
 def run_examples(arguments):
     """Return the results of the examples, by their options."""
-    folder, found = Path(arguments.output), {}
+    folder, found = arguments.output, {}
     path = os.pathsep.join(filter(None, [str(STAND_INS), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "HOME": str(folder)}  # one of them locks a file there
     for file, words, shown, options in EXAMPLES:
@@ -132,11 +132,11 @@ def run_examples(arguments):
 
 def drive(arguments):
     """Return the results of all files, by test."""
-    folder, found = Path(arguments.output), {}
+    folder, found = arguments.output, {}
     folder.mkdir(parents=True, exist_ok=True)
     tests = folder / "test"
     shutil.rmtree(tests, ignore_errors=True)
-    shutil.copytree(Path(arguments.repository) / "test", tests, ignore=shutil.ignore_patterns("conftest.py"))
+    shutil.copytree(arguments.repository / "test", tests, ignore=shutil.ignore_patterns("conftest.py"))
     for file, fixed in FILES.items():
         ranks, output = fixed or arguments.ranks, folder / Path(file).stem
         for path in folder.glob(f"{output.name}.*"):
@@ -160,10 +160,10 @@ def drive(arguments):
 def main():
     """Run the suite and compare it with the list."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repository", help="a folder with Horovod's repository")
+    parser.add_argument("--repository", type=absolute, help="a folder with Horovod's repository")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--mpiexec", default=beside("mpiexec"), help="the launcher")
-    parser.add_argument("--output", required=True, help="a folder for the results")
+    parser.add_argument("--output", type=absolute, required=True, help="a folder for the results")
     parser.add_argument("--write", action="store_true", help="write the list instead of comparing with it")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

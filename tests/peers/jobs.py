@@ -61,12 +61,15 @@ class Ranks:
         self.timer = threading.Timer(LIMIT, hang)
         self.timer.daemon = True
         self.timer.start()
+        # A call of C++ that keeps the interpreter's lock keeps the timer waiting, too.
+        faulthandler.dump_traceback_later(LIMIT * 1.2, exit=True, file=self.log)
         self.put(f"{number}.start", text)
         return self.all(f"{number}.start")
 
     def end(self, number, result):
         """Publish a test's result. End the job unless all ranks have one of the same kind."""
         self.timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
         self.put(number, result)
         found = self.all(number, LIMIT if result == "PASS" else 5.0)
         if found is None or len({text.split()[0] for text in found}) > 1:
@@ -172,6 +175,11 @@ def judge(results, path, key, write, whole=True):
     for name in wrong:
         print(f"{name}: expected {expected.get(name)}, got {results.get(name)}")
     return len(wrong)
+
+
+def absolute(text):
+    """Return an absolute path, for an argument: PyTorch takes the first folder of `file://a/b` for a host."""
+    return Path(text).resolve()
 
 
 def beside(name):

@@ -30,7 +30,7 @@ from pathlib import Path
 import pytest
 
 from . import jobs
-from .jobs import KINDS, Ranks, drive, judge, let_gloo_be
+from .jobs import KINDS, Ranks, absolute, drive, judge, let_gloo_be
 
 EXPECTED = Path(__file__).with_suffix(".json")
 OURS = {"mpi", "mpistrat"}
@@ -463,16 +463,16 @@ def main():
     """Run a suite and compare it with the list."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", choices=SUITES)
-    parser.add_argument("--tests", required=True, help="the folder of its tests")
+    parser.add_argument("--tests", type=absolute, required=True, help="the folder of its tests")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--output", required=True, help="a folder; results that are there are kept")
+    parser.add_argument("--output", type=absolute, required=True, help="a folder; results that are there are kept")
     parser.add_argument("--match", default=".", help="tests whose names have this regular expression")
     parser.add_argument("--limit", type=float, default=jobs.LIMIT, help="seconds of a test")
     parser.add_argument("--write", action="store_true", help="write the list instead of comparing with it")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--collect", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    suite, tests, output = SUITES[arguments.suite], Path(arguments.tests).resolve(), Path(arguments.output).resolve()
+    suite, tests, output = SUITES[arguments.suite], arguments.tests, arguments.output
     output.mkdir(parents=True, exist_ok=True)
     if not arguments.job and not arguments.collect:
         tests = suite.parts.copied(tests, output)

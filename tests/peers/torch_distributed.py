@@ -24,7 +24,7 @@ import traceback
 import unittest
 from pathlib import Path
 
-from .jobs import LIMIT, Ranks, beside, drive, judge, let_gloo_be
+from .jobs import LIMIT, Ranks, absolute, beside, drive, judge, let_gloo_be
 
 EXPECTED = Path(__file__).with_suffix(".json")
 
@@ -140,7 +140,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--mpiexec", default=beside("mpiexec"), help="the launcher")
-    parser.add_argument("--output", required=True, help="a folder; results that are there are kept")
+    parser.add_argument("--output", type=absolute, required=True, help="a folder; results that are there are kept")
     parser.add_argument("--backend", default="mpistrat", help="the backend that tests of gloo run on")
     parser.add_argument("--match", default=".", help="tests whose names have this regular expression")
     parser.add_argument("--write", action="store_true", help="write the list instead of comparing with it")
@@ -150,8 +150,8 @@ def main():
         run_tests(arguments.output, arguments.backend)
         return
     command = [*arguments.mpiexec.split(), "-n", str(arguments.ranks), sys.executable, "-m", __spec__.name]
-    command += ["--job", "--output", arguments.output, "--backend", arguments.backend]
-    results = drive(Path(arguments.output), [name for name in names() if re.search(arguments.match, name)], command)
+    command += ["--job", "--output", str(arguments.output), "--backend", arguments.backend]
+    results = drive(arguments.output, [name for name in names() if re.search(arguments.match, name)], command)
     key = f"{arguments.backend} on {arguments.ranks} ranks"
     sys.exit(bool(judge(results, EXPECTED, key, arguments.write, arguments.match == ".")))
 

@@ -1,5 +1,7 @@
 """The drivers of the suites that others wrote: jobs of tests on ranks, and the lists of their results."""
 
+import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -12,9 +14,10 @@ from tests.peers import jobs
 from tests.peers.__main__ import REPOSITORIES, fetched, unpack
 from tests.peers.suites import SUITES
 
-# A job of two ranks, each a process. The test "dies" ends rank 1; "differs" fails on rank 0 only.
+# A job of two ranks, each a process. The test "dies" ends rank 1; "differs" fails on rank 0 only; "hangs" and "holds" take too
+# long, the latter in a call that keeps the interpreter's lock.
 JOB = """
-import json, subprocess, sys
+import ctypes, json, subprocess, sys, time
 if len(sys.argv) == 2:
     ranks = [subprocess.Popen([sys.executable, *sys.orig_argv[1:], rank]) for rank in "01"]
     sys.exit(max(rank.wait() for rank in ranks))
@@ -27,6 +30,10 @@ for number, test in enumerate(json.loads((folder / "todo.json").read_text())):
     assert ranks.begin(number, str(rank)) == ["0", "1"]
     if test == "dies" and rank == 1:
         ranks.leave()
+    if test == "hangs" and rank == 1:
+        time.sleep(60)
+    if test == "holds" and rank == 1:
+        ctypes.PyDLL(None).sleep(60)
     ranks.end(number, "FAIL at rank 0" if test == "differs" and rank == 0 else "PASS")
 """
 
@@ -37,6 +44,33 @@ def test_a_job_follows_the_test_that_ended_a_rank_or_differs_between_ranks(tmp_p
     assert results["first"] == results["last"] == "PASS"
     assert results["dies"].startswith("FAIL") and "rank 1" in results["dies"]
     assert results["differs"] == "FAIL rank 0: FAIL at rank 0"
+
+
+def test_a_job_ends_a_test_that_takes_too_long(tmp_path):
+    results = jobs.drive(tmp_path, ["hangs", "holds", "last"], [sys.executable, "-c", JOB, str(tmp_path)])
+    assert results == {"hangs": "FAIL rank 1: HANG", "holds": "FAIL rank 1: FAIL ended", "last": "PASS"}
+
+
+@pytest.mark.parametrize("module", ["__main__", "horovod", "suites", "torch_distributed"])
+def test_folders_of_arguments_are_absolute(module, tmp_path, monkeypatch):
+    """PyTorch takes the first folder of `file://a/b` for a host."""
+    found, driver = [], importlib.import_module(f"tests.peers.{module}")
+    words = {
+        "__main__": ["--repositories", "b"],
+        "horovod": ["--repository", "b", "--job", "test"],
+        "suites": ["lightning", "--tests", "b", "--job", "mpistrat"],
+        "torch_distributed": ["--job"],
+    }
+
+    monkeypatch.chdir(tmp_path)
+    parse = argparse.ArgumentParser.parse_args
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda self: found.append(parse(self)) or exit())
+    monkeypatch.setattr(sys, "argv", ["it", "--output", "a", *words[module]])
+    with pytest.raises(SystemExit):
+        driver.main()
+    names = vars(found[0])
+    given = [names[name] for name in ("output", "repositories", "repository", "tests") if names.get(name)]
+    assert given == [tmp_path / "a", *([tmp_path / "b"] if "b" in words[module] else [])]
 
 
 def test_a_job_that_ends_before_its_tests_fails_each_of_them(tmp_path):
