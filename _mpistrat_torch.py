@@ -33,7 +33,7 @@ LAUNCHERS = (
 )
 _ENVIRONMENT = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 # Functions of torch for some backends; no version has all.
-_BY_NAME = "monitored_barrier", "split_group", "_shutdown_backend", "_maybe_attach_flight_recorder"
+_BY_NAME = "monitored_barrier", "split_group", "shrink_group", "_shutdown_backend", "_maybe_attach_flight_recorder"
 _MAKER = "_new_process_group_helper"  # torch's function that makes every group
 _set: dict[str, str] = {}  # the variables that a rendezvous has set
 _chosen = ""

@@ -2,10 +2,24 @@
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 #: By their names since 2.13, or those of all versions.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def _gather_single(tensor, gather_tensor=None, dst=0, group=None):
+    """Call a group's method as `dist.gather_single` does, which is new in 2.14; gloo's groups lack it."""
+    group = dist.group.WORLD if group is None else group
+    if not hasattr(group, "gather_single"):
+        raise RuntimeError("this group does not support gather_single")
+    opts = c10d.GatherOptions()
+    opts.rootRank, opts.asyncOp = dst, False
+    group.gather_single(tensor.new_empty(0) if gather_tensor is None else gather_tensor, tensor, opts).wait()
+
+
+gather_single = getattr(dist, "gather_single", _gather_single)
 
 
 def _parts(ranks, size, dtype):
@@ -32,6 +46,9 @@ CALLS = {
     "gather": lambda t, n, s, d, root, **more: dist.gather(
         t, _parts(n, s, d) if dist.get_rank() == root else None, dst=root, **more
     ),
+    "gather_single": lambda t, n, s, d, root, **more: gather_single(
+        t, _whole(n, s, d) if dist.get_rank() == root else None, dst=root, **more
+    ),
     "scatter": lambda t, n, s, d, root, **more: dist.scatter(
         t, _parts(n, s, d) if dist.get_rank() == root else None, src=root, **more
     ),
@@ -43,7 +60,7 @@ CALLS = {
     ),
     "barrier": lambda t, n, s, d, root, **more: dist.barrier(**more),
 }
-ROOTED = ("broadcast", "reduce", "gather", "scatter")
+ROOTED = ("broadcast", "reduce", "gather", "gather_single", "scatter")
 
 
 def call(name, size=4, dtype=torch.float32, root=0, **more):

@@ -25,7 +25,7 @@ import types
 import unittest.mock
 from pathlib import Path
 
-from .jobs import absolute, beside, judge
+from .jobs import absolute, beside, judge, pytest_words
 
 EXPECTED = Path(__file__).with_suffix(".json")
 STAND_INS = Path(__file__).with_name("stand_ins")
@@ -102,8 +102,8 @@ def run_tests(path, output):
         def pytest_runtest_logstart(self, nodeid):
             Path(f"{output}.{MPI.COMM_WORLD.rank}.now").write_text(nodeid.rpartition("::")[2])
 
-    words = ["-q", "-p", "no:cacheprovider", "--timeout", str(LIMIT), "--timeout-method", "thread", path]
-    pytest.main([*words, "--rootdir", str(Path(path).parent)], plugins=[Results()])
+    words = [*pytest_words(Path(path).parent), "--timeout", str(LIMIT), "--timeout-method", "thread", path]
+    pytest.main(words, plugins=[Results()])
     Path(f"{output}.{MPI.COMM_WORLD.rank}").write_text(json.dumps(results))
 
 

@@ -29,8 +29,7 @@ from pathlib import Path
 
 import pytest
 
-from . import jobs
-from .jobs import KINDS, Ranks, absolute, drive, judge, let_gloo_be
+from .jobs import KINDS, Ranks, absolute, drive, judge, let_gloo_be, pytest_words
 
 EXPECTED = Path(__file__).with_suffix(".json")
 OURS = {"mpi", "mpistrat"}
@@ -433,8 +432,7 @@ def free_port():
 
 def run_pytest(suite, tests, plugin, files, *words):
     """Run pytest in this process."""
-    options = ["-q", "-rs", "-p", "no:cacheprovider", "-o", f"python_functions={suite.functions}", "-o", "addopts="]
-    options += ["-o", "filterwarnings=", "--rootdir", str(tests), "--confcutdir", str(tests)]
+    options = [*pytest_words(tests), "-rs", "-o", f"python_functions={suite.functions}", "--confcutdir", str(tests)]
     options += [option.format(tests=tests) for option in suite.options]
     return pytest.main([*options, *words, *map(str, files)], plugins=[plugin, suite.parts])
 
@@ -467,7 +465,6 @@ def main():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--output", type=absolute, required=True, help="a folder; results that are there are kept")
     parser.add_argument("--match", default=".", help="tests whose names have this regular expression")
-    parser.add_argument("--limit", type=float, default=jobs.LIMIT, help="seconds of a test")
     parser.add_argument("--write", action="store_true", help="write the list instead of comparing with it")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--collect", action="store_true", help=argparse.SUPPRESS)
@@ -476,10 +473,9 @@ def main():
     output.mkdir(parents=True, exist_ok=True)
     if not arguments.job and not arguments.collect:
         tests = suite.parts.copied(tests, output)
-    jobs.LIMIT = arguments.limit
     # Processes that a test case forks have one seed, so a name of a test means the same element of a set.
     os.environ["PYTHONHASHSEED"] = "0"
-    words = ["-m", __spec__.name, arguments.suite, "--tests", str(tests), "--limit", str(jobs.LIMIT)]
+    words = ["-m", __spec__.name, arguments.suite, "--tests", str(tests)]
 
     def results_on(backend, names):
         start = "torch.distributed.run" if backend == "gloo" else "mpistrat.torch.run"

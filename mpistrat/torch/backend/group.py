@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import os
 import sys
 import threading
 import weakref
@@ -67,6 +68,25 @@ _REDUCTIONS = {
 }
 _BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
 _OF_BOOLS = {"MIN": ReduceOp.MIN, "PRODUCT": ReduceOp.MIN, "BAND": ReduceOp.MIN}  # all others: MAX
+_RESTART = "After a rank has died, restart the ranks: mpistrat run --restarts, or continue without it: ms.survive"
+_HOOKS = (
+    "A dispatch mode, such as torch's CommDebugMode, sees each operation; Work.get_future().then(function) follows one"
+)
+# Methods of PyTorch's groups that call a backend of C++, and what to use instead.
+_ABSENT = {
+    "get_reconfigure_handle": _RESTART,
+    "reconfigure": _RESTART,
+    "merge_remote_group": "Start all ranks as one program of MPI, and make groups of them with dist.new_group",
+    "split_group": "Call dist.split_group, or dist.new_group",
+    "new_window": "For windows of MPI, use mpi4py's MPI.Win",
+    "register_abort_hook": _HOOKS,
+    "unregister_abort_hook": _HOOKS,
+    "register_pre_hook": _HOOKS,
+    "unregister_pre_hook": _HOOKS,
+    "register_post_hook": _HOOKS,
+    "unregister_post_hook": _HOOKS,
+    "_register_on_completion_hook": _HOOKS,
+}
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
@@ -134,6 +154,9 @@ def over(comm: Any, store: Any, timeout: timedelta, name: str) -> MpiProcessGrou
         if comm.size < world.size:
             ranks.label = _members(comm, world)
             log.set_rank(world.rank)
+    if os.environ.get("TORCH_DIST_NAN_CHECK") == "1" and hasattr(c10d, "NanCheckHook"):
+        remedy = "Check gradients with torch.autograd.detect_anomaly, or tensors with torch.isnan"
+        log.once(logging.WARNING, f"TORCH_DIST_NAN_CHECK: torch.distributed over MPI does not look for NaN. {remedy}")
     return MpiProcessGroup(ranks, store, timeout, name)
 
 
@@ -144,6 +167,16 @@ def _members(comm: Any, world: Any) -> str:
     own.Free()
     everyone.Free()
     return named("rank", sorted(numbers), _SHOWN_RANKS)
+
+
+def _refusing(name: str, remedy: str) -> Callable[..., Any]:
+    """Return a method that raises NotImplementedError, with a remedy."""
+
+    def refuse(self: MpiProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        expected, got = "a group that PyTorch implements in C++", f"one of {NAME!r}, which has no such method"
+        raise NotImplementedError(explain(f"ProcessGroup.{name}", "group", expected=expected, got=got, remedy=remedy))
+
+    return refuse
 
 
 @final
@@ -292,6 +325,28 @@ class MpiProcessGroup(dist.ProcessGroup):
     def _inner_of(self, device: Any) -> Any:
         """Return PyTorch's group of NCCL if it moves tensors on a device; else None."""
         return None if self.gpus is None or device is None or device.type != "cuda" else self.gpus.inner
+
+    def agree_on_split(self, split_ranks: Any) -> list[list[int]]:
+        """Return lists of ranks, which all ranks of the group must give equally. Collective.
+
+        Raises:
+            ValueError: a list is empty, or a rank is in two lists or is not in the group.
+            CollectiveMismatchError: the lists differ between ranks.
+        """
+        function, lists = "dist.split_group", [list(ranks) for ranks in split_ranks or [[]]]
+        every = [rank for ranks in lists for rank in ranks]
+        if not all(lists) or len(set(every)) < len(every) or not set(every).issubset(range(self._size)):
+            expected = f"lists of different ranks of the group, 0 <= rank < {self._size}"
+            raise ValueError(
+                explain(function, "split_ranks", expected=expected, got=repr(split_ranks), rank=self._rank)
+            )
+
+        def compare(seconds: float) -> None:
+            with self._ranks.collective(function, "", None, None, f"of ranks {lists}", timeout=seconds):
+                pass
+
+        self.run_now(function, compare)
+        return lists
 
     def shutdown(self) -> None:
         """End the lane; these ranks' next group frees memory and communicators. Local."""
@@ -745,6 +800,35 @@ class MpiProcessGroup(dist.ProcessGroup):
 
         return self._run(function, outputs, opts, [tensor, *(room for rooms in outputs for room in rooms)], operation)
 
+    @seen_as("gather_into_tensor_")
+    @by_nccl
+    def gather_single(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, opts: Any = None, timeout: Any = None
+    ) -> OperationWork:
+        """Write every rank's tensor into one tensor on the root, in the order of ranks. Collective. From PyTorch 2.14 on."""
+        function = "dist.gather_single"
+        opts, root = self._rooted(function, c10d.GatherOptions, opts)
+        if timeout is not None:
+            opts.timeout = timeout
+        output, tensor = output_tensor, input_tensor
+        at_root = self._rank == root
+        if at_root and (output.dtype, output.numel()) != (tensor.dtype, tensor.numel() * self._size):
+            raise ValueError(_forms(function, "gather_tensor", tensor, output, self._rank, self._size))
+
+        def operation(seconds: float) -> None:
+            own, whole = dense(tensor), dense(output)
+            if whole.data_ptr() <= own.data_ptr() < whole.data_ptr() + whole.nbytes:
+                own = own.clone()
+            rooms = list(bytes_of(whole).reshape(self._size, -1)) if at_root else []
+            with self._exchanging(function, own, f"root {root}", seconds) as call:
+                exchange.gather_into(self._ranks, call, bytes_of(own), rooms, root)
+            if at_root:
+                copy_back(whole, output)
+
+        return self._run(function, [output], opts, [tensor, output], operation)
+
+    gather_into_tensor = gather_single
+
     @seen_as("scatter_")
     @by_nccl
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> OperationWork:
@@ -911,6 +995,8 @@ class MpiProcessGroup(dist.ProcessGroup):
 
 
 for _name in {*dir(c10d.Backend), *dir(c10d.ProcessGroup)}:  # they differ by the version of PyTorch
+    if _name in _ABSENT and hasattr(c10d.ProcessGroup, _name):
+        setattr(MpiProcessGroup, _name, _refusing(_name, _ABSENT[_name]))
     # a property of ProcessGroup asks a backend of C++
     if _name.startswith(("supports_", "_supports_")) and _name not in vars(MpiProcessGroup):
         setattr(MpiProcessGroup, _name, False)
@@ -1017,5 +1103,6 @@ def _profiled(function: str) -> Iterator[None]:
     if not torch.autograd._profiler_enabled():
         yield
         return
-    with torch.profiler.record_function(f"{NAME}:{function.removeprefix('dist.')}"):
+    given = getattr(c10d, "_get_comm_profiling_name", str)()  # by dist.record_comm, from PyTorch 2.13 on
+    with torch.profiler.record_function(given or f"{NAME}:{function.removeprefix('dist.')}"):
         yield

@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,8 +23,18 @@ from .arrival import arrive
 from .rendezvous import meet, world
 from .steps import note_steps
 
-__all__ = ["create", "create_mpi", "make_mpi", "monitored_barrier", "refuse_torchrun", "rendezvous", "split_group"]
+__all__ = [
+    "create",
+    "create_mpi",
+    "make_mpi",
+    "monitored_barrier",
+    "refuse_torchrun",
+    "rendezvous",
+    "shrink_group",
+    "split_group",
+]
 
+_splits: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # how many times a group was split
 _asked = threading.local()  # store, name and timeout of the group of "mpi" that this thread makes
 
 
@@ -142,20 +153,72 @@ def monitored_barrier(
     return own.monitored_barrier(timeout, wait_all_ranks)
 
 
-def split_group(theirs: Callable[..., Any], parent_pg: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Refuse to split a group of this package, for `dist.split_group`, which PyTorch has for groups of NCCL.
+def split_group(
+    theirs: Callable[..., Any],
+    parent_pg: Any = None,
+    split_ranks: Any = None,
+    timeout: Any = None,
+    pg_options: Any = None,
+    group_desc: Any = None,
+    **more: Any,
+) -> Any:
+    """Split a group, for `dist.split_group`, which PyTorch only has for some of its own backends. Collective.
+
+    The new groups have the parent's backend. Their ranks are numbered in the order of their list.
+
+    Args:
+        theirs: PyTorch's function, for groups of other backends.
+        parent_pg, split_ranks, timeout, pg_options, group_desc, **more: those of PyTorch's function.
 
     Raises:
-        RuntimeError: the group is one of this package.
+        ValueError: wrong lists of ranks.
+        CollectiveMismatchError: the lists differ between ranks.
     """
     own = _own_group(parent_pg)
     if own is None:
-        return theirs(parent_pg, *args, **kwargs)
+        return theirs(parent_pg, split_ranks, timeout, pg_options, group_desc, **more)
+    lists = own.agree_on_split(split_ranks)
+    number = _splits[own] = _splits.get(own, 0) + 1
+    found = [(index, ranks) for index, ranks in enumerate(lists) if own.rank() in ranks]
+    if not found:
+        return dist.GroupMember.NON_GROUP_MEMBER
+    index, mine = found[0]
+    module: Any = sys.modules["torch.distributed.distributed_c10d"]
+    ranks = [dist.get_global_rank(own, rank) for rank in mine]
+    # A name that the members know: dist.new_group would count the groups of each of them.
+    name = f"{own.group_name}:split:{number}:{index}"
+    _, store = module._world.pg_map[dist.group.WORLD]
+    group, _ = module._new_process_group_helper(
+        len(mine),
+        mine.index(own.rank()),
+        ranks,
+        module._world.pg_map[own][0],
+        store,
+        name,
+        timeout=timeout or default_pg_timeout,
+        group_desc=group_desc,
+    )
+    module._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    return group
+
+
+def shrink_group(
+    theirs: Callable[..., Any], ranks_to_exclude: Any, group: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Refuse to leave ranks out of a group of this package, for `dist.shrink_group`, which PyTorch has for groups of NCCL.
+
+    Raises:
+        NotImplementedError: the group is one of this package.
+    """
+    own = _own_group(group)
+    if own is None:
+        return theirs(ranks_to_exclude, group, *args, **kwargs)
     remedy = (
-        "Call dist.new_group with each list of ranks, on all ranks: only the members of a group wait for each other"
+        "Call dist.split_group with the ranks that stay. After a rank has died, restart the ranks: mpistrat run --restarts,"
+        " or continue without it: ms.survive"
     )
     expected, got = "a group of NCCL", f"one of {dist.get_backend(own)!r}"
-    raise RuntimeError(explain("dist.split_group", "parent_pg", expected=expected, got=got, remedy=remedy))
+    raise NotImplementedError(explain("dist.shrink_group", "group", expected=expected, got=got, remedy=remedy))
 
 
 def _shutdown_backend(theirs: Callable[..., Any], pg: Any) -> Any:

@@ -16,7 +16,7 @@ from torch._C import _distributed_c10d as c10d  # noqa: E402
 
 from tests.harness.process_groups import set_layout  # noqa: E402
 from tests.harness.torch_groups import NAME, default_group, group_in  # noqa: E402
-from tests.harness.torch_operations import all_gather_single, reduce_scatter_single  # noqa: E402
+from tests.harness.torch_operations import all_gather_single, gather_single, reduce_scatter_single  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -151,6 +151,13 @@ def test_moves_of_all_dtypes(group):
         assert equal(output, each(rank)), dtype
         dist.gather(each(rank), rooms if rank == ranks - 1 else None, dst=ranks - 1)
         assert rank < ranks - 1 or all(equal(room, each(other)) for other, room in enumerate(rooms)), dtype
+        stack = torch.empty(ranks, 2, 3, dtype=dtype) if rank == ranks - 1 else None
+        gather_single(each(rank), stack, dst=ranks - 1)
+        assert stack is None or all(equal(row, each(other)) for other, row in enumerate(stack)), dtype
+        if stack is not None:
+            stack[rank] = each(rank + 1)
+        gather_single(each(rank + 1) if stack is None else stack[rank], stack, dst=ranks - 1)  # a slice of the result
+        assert stack is None or all(equal(row, each(other + 1)) for other, row in enumerate(stack)), dtype
 
 
 def equal(one, other):
@@ -630,6 +637,10 @@ def test_profiles_show_the_operations(group, wait):
         if work is not None:
             work.wait()
     assert any(event.name == "mpistrat:all_reduce" for event in profile.events())
+    if hasattr(dist, "record_comm"):
+        with torch.profiler.profile() as profile, dist.record_comm("own name"):
+            dist.all_reduce(torch.ones(3))
+        assert any(event.name == "own name" for event in profile.events())
 
 
 @pytest.mark.ranks(1, 2)
@@ -644,6 +655,40 @@ def test_it_is_its_own_backend_without_the_optional_functions(group):
     assert not backend.supports_tensor_alloc(cpu)
     with pytest.raises(RuntimeError, match="No backend type|not find the default backend"):
         group._get_backend(torch.device("meta"))
+
+
+@pytest.mark.ranks(1)
+def test_a_check_for_nan_that_it_cannot_make_is_a_warning(monkeypatch, caplog):
+    monkeypatch.setenv("TORCH_DIST_NAN_CHECK", "1")
+    monkeypatch.setattr(c10d, "NanCheckHook", None, raising=False)  # of PyTorch 2.14
+    with default_group():
+        dist.all_reduce(torch.tensor([math.nan]))
+    assert "TORCH_DIST_NAN_CHECK: torch.distributed over MPI does not look for NaN. Check" in caplog.text
+
+
+#: Methods and properties of C++ that need no backend.
+OF_CPP = {
+    *("BackendType", "_add_ephemeral_timeout", "_backend_id", "_enable_collectives_timing", "_get_backend_name", "_id"),
+    *("_pybind11_conduit_v1_", "_register_backend", "_set_default_backend", "boxed", "get_backend", "unbox"),
+    *("Options", "options", "use_pg_for_symm_mem_rendezvous"),
+    *dist.ProcessGroup.BackendType.__members__,
+}
+
+
+@pytest.mark.ranks(1)
+def test_every_method_of_torch_is_there_or_an_error_that_names_it(group):
+    names = {name for name in dir(c10d.ProcessGroup) if not name.startswith("__")}
+    refused = 0
+    for name in sorted(names - OF_CPP):
+        method = getattr(type(group), name)
+        assert method is not getattr(c10d.ProcessGroup, name), name
+        if getattr(method, "__name__", "") == "refuse":
+            refused += 1
+            with pytest.raises(
+                NotImplementedError, match=rf"ProcessGroup\.{name}: group: .*got one of 'mpistrat'.*\. [A-Z]"
+            ):
+                method(group, 1, timeout=None)
+    assert refused or not hasattr(c10d.ProcessGroup, "register_pre_hook")  # of PyTorch 2.14
 
 
 @pytest.mark.ranks(1, 2)

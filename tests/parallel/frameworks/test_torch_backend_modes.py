@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_map_only  # noqa: E402
 
 from tests.harness.torch_groups import default_group, fully_shard  # noqa: E402
-from tests.harness.torch_operations import CALLS, all_gather_single, reduce_scatter_single  # noqa: E402
+from tests.harness.torch_operations import CALLS, all_gather_single, gather_single, reduce_scatter_single  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.ranks(2)]
 
@@ -78,6 +78,17 @@ def test_a_mode_sees_the_operators_that_it_sees_of_gloo(name):
             assert inner.calls == outer.calls
             found.append(inner.calls)
         assert found[1] == found[0] and found[0]
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.c10d, "gather_into_tensor_"), reason="new in PyTorch 2.14")
+def test_a_mode_sees_a_gather_into_one_tensor():
+    """Gloo has none."""
+    with default_group(), Seen() as seen:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        whole = torch.empty(ranks) if rank == 0 else None
+        gather_single(torch.tensor([float(rank)]), whole)
+    assert seen.calls == [("c10d.gather_into_tensor_.default", [(ranks if rank == 0 else 0,), (1,)], ranks)]
+    assert whole is None or whole.tolist() == list(range(ranks))
 
 
 def test_operations_that_modes_see_have_their_results():

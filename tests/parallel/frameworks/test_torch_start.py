@@ -1,6 +1,7 @@
 """torch.distributed starts under MPI without variables: the numbers, the port, the ranks that take part, wrong use."""
 
 import os
+import re
 import subprocess
 import sys
 import types
@@ -360,6 +361,13 @@ def test_subgroups_and_the_names_of_backends(backend):
     dist.init_process_group(backend)
     rank = dist.get_rank()
     assert dist.get_backend_config() == {"mpi": "cpu:mpi", "mpistrat": "cpu:mpistrat"}.get(backend, backend)
+    gloo = dist.new_group(backend="gloo")
+    try:
+        part = dist.split_group(gloo, [[0, 1], [2, 3]])  # which it can since 2.14, where ranks know equally many groups
+    except RuntimeError as error:
+        assert re.search("No device associated|does not support", str(error))
+    else:
+        assert dist.get_process_group_ranks(part) == ([0, 1] if rank < 2 else [2, 3])
     mine, every = dist.new_subgroups(group_size=2)
     assert len(every) == 2 and total(mine) == 3
     assert dist.get_backend_config(mine) == dist.get_backend_config()
@@ -368,10 +376,40 @@ def test_subgroups_and_the_names_of_backends(backend):
     if rank in (1, 3):  # only the members make this call
         kind = "mpistrat" if backend == "mpi" else None
         assert total(dist.new_group([1, 3], backend=kind, use_local_synchronization=True)) == 3
-    with pytest.raises(RuntimeError, match=r"dist\.split_group: .*expected a group of NCCL.*Call dist\.new_group"):
-        dist.split_group(None, [[0, 1], [2, 3]])
-    with pytest.raises(RuntimeError, match="No device associated|does not support"):
-        dist.split_group(dist.new_group(backend="gloo"), [[0, 1], [2, 3]])
+    check_splits(rank)
+    if hasattr(dist, "shrink_group"):
+        with pytest.raises(
+            NotImplementedError, match=r"dist\.shrink_group: .*expected a group of NCCL.*dist\.split_group"
+        ):
+            dist.shrink_group([3])
+
+
+def check_splits(rank):
+    """Split the default group of four ranks, a part of it, and with wrong lists."""
+    part = dist.split_group(None, [[0, 3], [1, 2]])
+    assert (dist.get_rank(part), total(part)) == (rank // 2, 3)
+    assert dist.get_process_group_ranks(part) == ([0, 3] if rank in (0, 3) else [1, 2])
+    assert dist.get_backend(part) == dist.get_backend()
+    back = dist.split_group(None, [[3, 2, 1]])  # in this order
+    assert (
+        back == dist.GroupMember.NON_GROUP_MEMBER if rank == 0 else (dist.get_rank(back), total(back)) == (3 - rank, 6)
+    )
+    odd = dist.new_group([1, 3])
+    if rank in (1, 3):  # by their numbers in the group; rank 1 is in no list
+        found = dist.split_group(odd, [[1]], group_desc="one")
+        assert (
+            found == dist.GroupMember.NON_GROUP_MEMBER if rank == 1 else (dist.get_rank(found), total(found)) == (0, 1)
+        )
+    for wrong in ([[0, 1], [1, 2]], [[4]], [[]], [], None):
+        with pytest.raises(
+            ValueError, match=rf"rank {rank}: dist\.split_group: split_ranks: .*different ranks of the group"
+        ):
+            dist.split_group(None, wrong)
+    lists = [[0, 1], [2, 3]] if rank else [[0, 2], [1, 3]]
+    with pytest.raises(
+        ms.errors.CollectiveMismatchError, match=r"ranks? 0: dist\.split_group.*\[\[0, 2\], \[1, 3\]\].*\[\[0, 1\]"
+    ):
+        dist.split_group(None, lists)
 
 
 @pytest.mark.ranks(4)

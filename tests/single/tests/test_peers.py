@@ -14,8 +14,8 @@ from tests.peers import jobs
 from tests.peers.__main__ import REPOSITORIES, fetched, unpack
 from tests.peers.suites import SUITES
 
-# A job of two ranks, each a process. The test "dies" ends rank 1; "differs" fails on rank 0 only; "hangs" and "holds" take too
-# long, the latter in a call that keeps the interpreter's lock.
+# A job of two ranks, each a process. The test "dies" ends rank 1; "differs" fails on rank 0 only; "slow", "hangs" and
+# "holds" take too long, the last in a call that keeps the interpreter's lock.
 JOB = """
 import ctypes, json, subprocess, sys, time
 if len(sys.argv) == 2:
@@ -23,13 +23,14 @@ if len(sys.argv) == 2:
     sys.exit(max(rank.wait() for rank in ranks))
 from pathlib import Path
 from tests.peers import jobs
-jobs.LIMIT = 3.0
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 ranks = jobs.Ranks(folder, rank, 2)
 for number, test in enumerate(json.loads((folder / "todo.json").read_text())):
     assert ranks.begin(number, str(rank)) == ["0", "1"]
     if test == "dies" and rank == 1:
         ranks.leave()
+    if test == "slow" and rank == 1:
+        time.sleep(2)
     if test == "hangs" and rank == 1:
         time.sleep(60)
     if test == "holds" and rank == 1:
@@ -46,9 +47,12 @@ def test_a_job_follows_the_test_that_ended_a_rank_or_differs_between_ranks(tmp_p
     assert results["differs"] == "FAIL rank 0: FAIL at rank 0"
 
 
-def test_a_job_ends_a_test_that_takes_too_long(tmp_path):
-    results = jobs.drive(tmp_path, ["hangs", "holds", "last"], [sys.executable, "-c", JOB, str(tmp_path)])
-    assert results == {"hangs": "FAIL rank 1: HANG", "holds": "FAIL rank 1: FAIL ended", "last": "PASS"}
+def test_a_job_ends_a_test_that_takes_too_long_which_gets_more_time_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "LIMIT", 1.0)
+    results = jobs.drive(tmp_path, ["slow", "hangs", "holds", "last"], [sys.executable, "-c", JOB, str(tmp_path)])
+    assert json.loads((tmp_path / "results.json").read_text()) == results
+    assert results.pop("hangs").startswith("FAIL rank 1: HANG")
+    assert results == {"slow": "PASS", "holds": "FAIL rank 1: FAIL ended", "last": "PASS"}
 
 
 @pytest.mark.parametrize("module", ["__main__", "horovod", "suites", "torch_distributed"])
@@ -76,6 +80,16 @@ def test_folders_of_arguments_are_absolute(module, tmp_path, monkeypatch):
 def test_a_job_that_ends_before_its_tests_fails_each_of_them(tmp_path):
     results = jobs.drive(tmp_path, ["one", "two"], [sys.executable, "-c", "raise SystemExit(5)"])
     assert results == dict.fromkeys(["one", "two"], "FAIL the job ended with 5 before the test")
+
+
+def test_no_folder_above_the_tests_of_others_configures_them(tmp_path):
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    (tests / "test_one.py").write_text("def test_one():\n    pass\n")
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = "--no-such-option"\n')
+    words = [*jobs.pytest_words(tests), str(tests)]
+    done = subprocess.run([sys.executable, "-m", "pytest", *words], capture_output=True, text=True, check=False)
+    assert "1 passed" in done.stdout, done
 
 
 def test_results_that_differ_from_the_list_are_counted(tmp_path, capsys):
