@@ -39,7 +39,7 @@ LIMIT = 200  # seconds of a test
 # Each example's file, its words, what it prints if it has learned or measured, and the options to try.
 EXAMPLES = (
     (
-        "pytorch_mnist.py", "--batch-size 16 --epochs 2", "Accuracy: (9\\d|100)",
+        "pytorch_mnist.py", "--batch-size 16 --epochs {ranks}", "Accuracy: (9\\d|100)",
         ("", "--fp16-allreduce", "--use-adasum", "--gradient-predivide-factor 2"),
     ),
     (
@@ -116,7 +116,11 @@ def run_examples(arguments):
         for each in options:
             name = f"{file} {each}".rstrip()
             command = [sys.executable, "-m", "mpistrat", "run", "--horovod", "-n", str(arguments.ranks)]
-            command += [f"{arguments.repository}/examples/pytorch/{file}", *words.split(), *each.split()]
+            command += [
+                f"{arguments.repository}/examples/pytorch/{file}",
+                *words.format(ranks=arguments.ranks).split(),
+                *each.split(),
+            ]
             log = folder / f"{name.replace(' ', '_')}.log"
             with open(log, "w") as out:
                 try:
