@@ -15,7 +15,7 @@ PYTEST_ARGS ?=
 SINCE ?= main
 BUDGET ?= 20
 TORCH ?= 2.13.0
-FRAMEWORKS ?= torch==2.13.0 torchdata jax==0.10.2 optax flax equinox keras==3.15.1 ipyparallel nbclient cupy-cuda12x nvidia-cuda-nvrtc-cu12
+FRAMEWORKS ?= torch==2.13.0 torchdata torchmetrics jax==0.10.2 optax flax equinox keras==3.15.1 ipyparallel nbclient cupy-cuda12x nvidia-cuda-nvrtc-cu12
 PEERS ?= torch==2.13.0 accelerate==1.15.0 lightning==2.6.5 transformers==5.15.0 torchdata==0.11.0 datasets parameterized expecttest pytest-timeout cloudpickle
 TENSORFLOW ?= tensorflow-cpu==2.21.0 keras==3.15.1 tensorboard
 

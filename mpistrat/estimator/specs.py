@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, final
 
 from ..base.errors import explain
-from ..train import Callback, Metric
+from ..train import Callback
 
 __all__ = [
     "BestExporter",
@@ -52,7 +52,7 @@ class EstimatorSpec:
         test_step: the same, for evaluation; it updates metrics.
         predict_step: returns a row for each row of its batch.
         optimizer: its learning rate may be changed by hooks.
-        metrics: of `ms.train`, updated by the steps.
+        metrics: updated by the steps, as `ms.train.Trainer` takes them.
     """
 
     mode: str
@@ -60,7 +60,7 @@ class EstimatorSpec:
     test_step: Callable[..., Any] | None = None
     predict_step: Callable[..., Any] | None = None
     optimizer: Any = None
-    metrics: Sequence[Metric] = ()
+    metrics: Sequence[Any] = ()
 
     def has_step(self, mode: str) -> bool:
         """Return whether it has the step of a mode. Local."""

@@ -13,15 +13,15 @@ from typing import Any, final
 import numpy as np
 
 from ..base import context
-from ..base.errors import explain
 from ..base.types import VariableAggregation, VariableSynchronization
 from ..base.underflow import may_underflow
 from ..comm.arrays import to_host
 from ..strategy.contexts import in_step, stepping
 from ..variables import Variable
 from ..variables.variable import value_for_file
+from .foreign_metrics import FUNCTION, ForeignMetric, adapt, merged, results_of
 
-__all__ = ["Mean", "MeanOf", "Metric", "Sum", "mean_of_rows", "results"]
+__all__ = ["Mean", "MeanOf", "Metric", "Sum", "known", "mean_of_rows", "results"]
 
 UPDATE = "Metric.update_state"  # in errors
 
@@ -86,14 +86,24 @@ class Metric(abc.ABC):
             self.sums.storage(replica)[...] = 0
 
 
-def results(metrics: Iterable[Metric]) -> dict[str, Any]:
-    """Return metrics over all replicas by name, on every rank. Collective: one sum for all.
+def results(metrics: Iterable[Any], strategy: Any = None) -> dict[str, Any]:
+    """Return metrics over all replicas by name, on every rank. Collective: one sum for all of this package.
+
+    Metrics of torchmetrics and Keras may be among them: each rank updates its own object, and the result is that of all ranks,
+    by the reduction that each state declares (`dist_reduce_fx`, `aggregation`). A metric of torchmetrics has the name of its
+    class; a MetricCollection sets other names.
 
     Under parameter servers all ranks call it, after the workers' passes; with a coordinator only the chief does.
 
+    Args:
+        metrics: the metrics.
+        strategy: for metrics of other libraries; default that of the other metrics, else the current one.
+
     Raises:
-        ValueError: two metrics have the same name.
-        ContextError: in a step.
+        TypeError: no metric.
+        ValueError: two results have the same name; a Keras variable that cannot be combined.
+        ContextError: in a step; metrics of other libraries without a strategy, with a coordinator, or on ranks with several
+            replicas.
 
     Example:
         >>> loss = ms.train.Mean("loss")
@@ -101,24 +111,32 @@ def results(metrics: Iterable[Metric]) -> dict[str, Any]:
         >>> ms.train.results([loss])
         {'loss': 2.0}
     """
-    chosen = list(metrics)
-    names = [metric.name for metric in chosen]
-    for name in names:
-        if names.count(name) > 1:
-            expected, got = "metrics of different names", f"two of name {name!r}"
-            raise ValueError(explain("ms.train.results", "metrics", expected=expected, got=got))
-    if not chosen:
-        return {}
-    strategy = chosen[0].sums.placement.strategy
-    context.expect_cross(strategy, "ms.train.results")
+    chosen = [known(FUNCTION, metric) for metric in metrics]
+    ours = [metric for metric in chosen if isinstance(metric, Metric)]
+    others = [metric for metric in chosen if isinstance(metric, ForeignMetric)]
+    merged({metric.name: None} for metric in ours)  # raises before the first collective
+    if strategy is None and others:
+        strategy = ours[0].sums.placement.strategy if ours else context.get_strategy()
+    found = [_own_results(ours)] if ours else []
+    return merged([*found, results_of(strategy, others)] if others else found)
+
+
+def known(function: str, metric: Any) -> Metric | ForeignMetric:
+    """Return a metric in a form that `results` takes: of this package, or `ForeignMetric`."""
+    return metric if isinstance(metric, (Metric, ForeignMetric)) else adapt(function, metric)
+
+
+def _own_results(metrics: Sequence[Metric]) -> dict[str, Any]:
+    strategy = metrics[0].sums.placement.strategy
+    context.expect_cross(strategy, FUNCTION)
     if strategy.extended.placement.store is None:
-        totals = strategy.reduce("SUM", [metric.sums for metric in chosen])
+        totals = strategy.reduce("SUM", [metric.sums for metric in metrics])
     else:  # workers are not in sync
-        strategy.extended.coordination.announce("gathered", *(metric.sums for metric in chosen))
-        totals = [value_for_file(metric.sums) for metric in chosen]
+        strategy.extended.coordination.announce("gathered", *(metric.sums for metric in metrics))
+        totals = [value_for_file(metric.sums) for metric in metrics]
     return {
         metric.name: metric.result_of(to_host(total).reshape(metric.sums.shape))
-        for metric, total in zip(chosen, totals, strict=True)
+        for metric, total in zip(metrics, totals, strict=True)
     }
 
 

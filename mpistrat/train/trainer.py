@@ -20,7 +20,8 @@ from ..base.errors import ContextError, explain
 from ..base.masks import plain_array
 from .callbacks import Callback, Loop
 from .checkpoints import Checkpoints, gather_states, hand_back
-from .metric import Metric, results
+from .foreign_metrics import ForeignMetric, load_notes, notes_of
+from .metric import known, results
 
 __all__ = [
     "Readers",
@@ -218,7 +219,7 @@ class Trainer:
         predict_step: Callable[..., Any] | None = None,
         *,
         optimizer: Any = None,
-        metrics: Sequence[Metric] = (),
+        metrics: Sequence[Any] = (),
         callbacks: Sequence[Callback] = (),
         checkpoints: Checkpoints | None = None,
     ) -> None:
@@ -230,7 +231,8 @@ class Trainer:
             test_step: the same, for `evaluate`; it updates metrics.
             predict_step: returns an array, or a nest such as a dict, with a row for each row of its batch.
             optimizer: for its learning rate: one of `ms.optimizers`, or of torch.
-            metrics: of `ms.train`, created in the scope, updated by the steps; reset before each pass.
+            metrics: of `ms.train`, created in the scope, updated by the steps; reset before each pass. Or of torchmetrics
+                or Keras, one object per rank: see `ms.train.results`.
             callbacks: called in this order.
             checkpoints: where `fit` saves and resumes. It saves as they say or, without every_steps and every_seconds, after
                 each epoch; and after `should_stop`. Under parameter servers all ranks meet to save after n steps of each
@@ -250,7 +252,8 @@ class Trainer:
         """
         self.strategy = strategy
         self._steps = {"fit": train_step, "evaluate": test_step, "predict": predict_step}
-        self._metrics, self._callbacks = list(metrics), list(callbacks)
+        self._metrics, self._callbacks = [known("Trainer", metric) for metric in metrics], list(callbacks)
+        self._foreign = [metric for metric in self._metrics if isinstance(metric, ForeignMetric)]
         self.loop, self._checkpoints = Loop(strategy, optimizer), checkpoints
         self.history: dict[str, list[Any]] = {}
         self._batches: Any = iter(())  # of the epoch
@@ -400,6 +403,7 @@ class Trainer:
             "rate": loop.rate(),
             "stopped": loop.stop_training,
             "callbacks": [callback.state() for callback in self._callbacks],
+            "metrics": notes_of(self.strategy, self._foreign) if self._foreign and not next_epoch else [],
         }
 
     def _go_on(self, notes: dict[str, Any]) -> tuple[int, int, Any]:
@@ -415,6 +419,7 @@ class Trainer:
         for callback, state in zip(self._callbacks, notes["callbacks"], strict=False):
             callback.load(state)
         hand_back(self.strategy, notes.get("random", ()))
+        load_notes(self._foreign, notes.get("metrics", []), loop.tells)
         self._taken, taken, position = self._readers.places(notes, self._endless)
         return notes["epoch"], taken, position
 
@@ -479,7 +484,7 @@ class Trainer:
             metric.reset_state()
 
     def _results(self) -> dict[str, Any]:
-        return results(self._metrics)
+        return results(self._metrics, self.strategy)
 
     def _note(self, logs: dict[str, Any]) -> None:
         length = len(next(iter(self.history.values()), []))

@@ -53,7 +53,8 @@ ALLOWED = {
     "matplotlib": {"bench", "cli"},
     "tensorboardX": {"train"},
     "zmq": {"remote"},
-    "torch": {"torch", "keras", "horovod", "doctor"}, "jax": {"jax", "keras", "doctor"}, "optax": {"jax"},
+    "torch": {"torch", "keras", "horovod", "doctor"}, "torchmetrics": {"torch"},
+    "jax": {"jax", "keras", "doctor"}, "optax": {"jax"},
     "keras": {"keras"}, "tensorflow": {"keras"},
     # only for functions that a program sends to its own ranks, and their results
     "cloudpickle": {"base", "launcher"},
