@@ -13,7 +13,6 @@ from ..base.errors import ClusterError, explain
 from ..base.options import CommunicationOptions
 from ..cluster import Topology
 from ..cluster.resolvers import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver
-from ..cluster.resolvers.tf_config import warn_unused
 from ..cluster.spec import validate
 from ..cluster.tasks import own_task, ranks_by_task
 from ..comm.monitor import exit_report
@@ -226,7 +225,7 @@ class RoleAssignment:
 
     Args:
         settings: of the strategy.
-        resolver: the roles worker, chief and ps; default TF_CONFIG, if it is set and names ps tasks.
+        resolver: the roles worker, chief and ps; default TF_CONFIG, if it is set.
     """
 
     def __init__(self, settings: Settings, resolver: ClusterResolver | None) -> None:
@@ -278,9 +277,6 @@ class RoleAssignment:
         """Log the roles by host, warn if hosts differ from the resolver's, and return the resolver. Collective."""
         resolver = self._resolver
         if resolver is None:
-            first = group.topology.rank == 0
-            if first and self._settings.num_ps is None and not TFConfigClusterResolver().cluster_spec():
-                warn_unused(_NAME, group.topology.size)
             jobs = {"worker": list(roles.workers), "ps": list(roles.servers)}
             resolver = MPIClusterResolver(group.topology.comm, jobs)
         host = group.topology.hostname
@@ -297,8 +293,17 @@ class RoleAssignment:
 
 
 def _from_environment() -> ClusterResolver | None:
-    """Return the resolver of TF_CONFIG, if that has servers."""
-    if not os.environ.get("TF_CONFIG"):
+    """Return the resolver of TF_CONFIG, if it is set.
+
+    Raises:
+        ClusterError: it has no ps task.
+    """
+    if not os.environ.get("TF_CONFIG", "").strip():
         return None
     resolver = TFConfigClusterResolver()
-    return resolver if "ps" in resolver.cluster_spec().jobs else None
+    spec = resolver.cluster_spec()
+    if "ps" not in spec.jobs:
+        expected, got = "ps tasks", f"only {', '.join(spec.jobs)}" if spec else "none"
+        remedy = "Add them, pass num_ps, or unset TF_CONFIG: MPI knows the ranks without"
+        raise ClusterError(explain(_NAME, 'TF_CONFIG: "cluster"', expected=expected, got=got, remedy=remedy))
+    return resolver

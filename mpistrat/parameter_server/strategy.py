@@ -56,7 +56,7 @@ class ParameterServerStrategy(Strategy):
     `dataset.batch(n)` is the batch of one push: batches go to the workers round-robin, each row once in an epoch.
 
     Args:
-        cluster_resolver: the roles worker, chief and ps; default TF_CONFIG, if it is set and names ps tasks.
+        cluster_resolver: the roles worker, chief and ps; default TF_CONFIG, if it is set and num_ps is not given.
         variable_partitioner: cuts large variables into shards on several servers, see `ms.partitioners`.
         num_ps: without a resolver: the last `num_ps` ranks are servers; default 1.
         max_staleness: a worker starts a step only when its finished steps exceed the slowest worker's by at most this number;

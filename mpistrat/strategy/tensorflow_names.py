@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, final
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, final
 
 from ..base import context
 from ..base.errors import explain
@@ -24,6 +24,7 @@ __all__ = [
     "MultiStepContext",
     "OtherName",
     "OtherNames",
+    "configure",
     "experimental_distribute_dataset",
     "experimental_distribute_datasets_from_function",
     "experimental_distribute_values_from_function",
@@ -32,10 +33,14 @@ __all__ = [
     "experimental_run",
     "experimental_run_steps_on_iterator",
     "experimental_run_v2",
+    "group",
     "make_dataset_iterator",
     "make_input_fn_iterator",
+    "map_and_batch",
     "read_var",
+    "reduce_per_replica",
     "unwrap",
+    "update_config_proto",
     "update_non_slot",
 ]
 
@@ -45,7 +50,7 @@ class OtherName(NamedTuple):
 
     Attributes:
         function: gets the object, and the arguments of the call.
-        instead: the recommended name.
+        instead: the recommended name; empty if the call raises.
     """
 
     function: Callable[..., Any]
@@ -64,11 +69,12 @@ class OtherNames:
             if other is None:
                 kind = type(self).__name__
                 raise AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=self)
-            warnings.warn(
-                f"{name} is TensorFlow's other name: write {other.instead}, or ms.tf.{name}",
-                DeprecationWarning,
-                stacklevel=2,
-            )
+            if other.instead:
+                warnings.warn(
+                    f"{name} is TensorFlow's other name: write {other.instead}, or ms.tf.{name}",
+                    DeprecationWarning,
+                    stacklevel=2,
+                )
             return partial(other.function, self)
 
 
@@ -238,6 +244,79 @@ def experimental_run_v2(
 
 unwrap = experimental_local_results
 
+
+def group(strategy: Any, value: Any, name: str | None = None) -> None:
+    """Do nothing: TensorFlow's operation that runs all of `value` first; here each call has run when it returns."""
+
+
+def configure(
+    strategy: Any,
+    session_config: Any = None,
+    cluster_spec: Any = None,
+    task_type: str | None = None,
+    task_id: int | None = None,
+) -> NoReturn:
+    """Raise NotImplementedError: a strategy is configured when it is created."""
+    expected, got = "a strategy that is created with its cluster", "a change of it"
+    remedy = "Pass cluster_resolver=ms.cluster_resolver.SimpleClusterResolver(cluster_spec, task_type, task_id)"
+    raise NotImplementedError(explain("Strategy.configure", "", expected=expected, got=got, remedy=remedy))
+
+
+def update_config_proto(strategy: Any, config_proto: Any) -> NoReturn:
+    """Raise NotImplementedError: there is no session, which a ConfigProto configures."""
+    expected, got = "no session", f"a {type(config_proto).__name__} for one"
+    remedy = "Pass devices= and communication_options=ms.CommunicationOptions(...) to the strategy"
+    text = explain("Strategy.update_config_proto", "config_proto", expected=expected, got=got, remedy=remedy)
+    raise NotImplementedError(text)
+
+
+def map_and_batch(
+    map_func: Callable[..., Any],
+    batch_size: int,
+    num_parallel_batches: int | None = None,
+    drop_remainder: bool = False,
+    num_parallel_calls: int | None = None,
+) -> Callable[[Dataset], Dataset]:
+    """Return a function for `Dataset.apply`: `dataset.map(map_func, num_parallel_calls).batch(batch_size, drop_remainder)`.
+
+    TensorFlow fuses them; here `batch` reads the rows of a mapped dataset together anyway. `num_parallel_batches` has no effect.
+
+    Example:
+        >>> dataset = ms.data.from_arrays(np.arange(4.0))
+        >>> [batch.tolist() for batch in dataset.apply(ms.tf.map_and_batch(np.sqrt, 2, drop_remainder=True))][0]
+        [0.0, 1.0]
+    """
+    return lambda dataset: dataset.map(map_func, num_parallel_calls).batch(batch_size, drop_remainder)
+
+
+def reduce_per_replica(values: Any, strategy: Any, reduction: str = "auto") -> Any:
+    """Return one value of those of all replicas, as Keras's training loop does, on every rank. Collective.
+
+    Args:
+        values: a result of `strategy.run`.
+        strategy: the strategy.
+        reduction: "sum", "mean" or its synonym "auto": element by element; "concat": along the first axis; "first": replica 0's.
+
+    Raises:
+        ValueError: another reduction.
+
+    Example:
+        >>> strategy = ms.get_strategy()
+        >>> ms.tf.reduce_per_replica(strategy.run(lambda: np.ones(2)), strategy, "sum")
+        array([1., 1.])
+
+    Source: keras/src/backend/tensorflow/trainer.py.
+    """
+    if reduction in ("sum", "mean", "auto"):
+        return strategy.reduce("SUM" if reduction == "sum" else "MEAN", values)
+    if reduction == "concat":
+        return strategy.gather(values, axis=0)
+    if reduction == "first":
+        return strategy.extended.collectives.broadcast(values, root=0)
+    expected = "auto, first, sum, mean or concat"
+    raise ValueError(explain("ms.tf.reduce_per_replica", "reduction", expected=expected, got=repr(reduction)))
+
+
 STRATEGY: Mapping[str, OtherName] = {
     "experimental_distribute_dataset": OtherName(experimental_distribute_dataset, "distribute_dataset"),
     "experimental_distribute_datasets_from_function": OtherName(
@@ -257,6 +336,9 @@ STRATEGY: Mapping[str, OtherName] = {
         experimental_run, "strategy.run(fn, args=(batch,)) in a loop over the distributed dataset"
     ),
     "experimental_make_numpy_dataset": OtherName(experimental_make_numpy_dataset, "ms.data.from_arrays(arrays)"),
+    "group": OtherName(group, "nothing, as calls happen at once"),
+    "configure": OtherName(configure, ""),
+    "update_config_proto": OtherName(update_config_proto, ""),
 }
 
 EXTENDED: Mapping[str, OtherName] = {

@@ -145,20 +145,35 @@ class TestClusters:
             assert strategy.cluster_resolver.cluster_spec().num_tasks("worker") == 2
 
     @pytest.mark.ranks(1, 2)
-    @pytest.mark.parametrize("make", [ms.MultiWorkerMirroredStrategy, ms.ParameterServerStrategy])
     @pytest.mark.parametrize("has_task", [False, True])
-    def test_tf_config_without_a_cluster_is_logged(self, make, has_task, caplog):
+    def test_tf_config_without_a_cluster_is_logged(self, has_task, caplog):
         """With it TensorFlow trains in each process alone."""
         size, rank = world().size, world().rank
-        if size == 1 and make is ms.ParameterServerStrategy:
-            pytest.skip("it takes a server and a worker")
         config = {"task": {"type": "worker", "index": rank}} if has_task else {}
         log.once.cache_clear()
-        with mock.patch.dict(os.environ, TF_CONFIG=json.dumps(config)), make() as strategy:
+        with mock.patch.dict(os.environ, TF_CONFIG=json.dumps(config)), ms.MultiWorkerMirroredStrategy() as strategy:
             assert strategy.size == size
         logged = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "TF_CONFIG" in r.getMessage()]
         expected = "TF_CONFIG has no cluster: the 2 ranks of MPI train together"
         assert (expected in "".join(logged)) == (size == 2 and rank == 0), logged
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize(
+        ("config", "got"),
+        [
+            ({}, "none"),
+            ({"task": {"type": "worker", "index": 0}}, "none"),
+            ({"cluster": {"worker": WORKERS[:2]}}, "only worker"),
+        ],
+    )
+    def test_servers_need_ps_tasks_in_tf_config(self, config, got):
+        with mock.patch.dict(os.environ, TF_CONFIG=json.dumps(config)):
+            with pytest.raises(
+                ms.errors.ClusterError, match=rf'TF_CONFIG: "cluster": expected ps tasks, got {got}. Add them'
+            ):
+                ms.ParameterServerStrategy()
+            with ms.ParameterServerStrategy(num_ps=1) as strategy:
+                assert strategy.num_ps == 1
 
     @pytest.mark.ranks(2)
     @pytest.mark.parametrize(

@@ -131,3 +131,39 @@ def test_as_functions():
         data = ms.tf.experimental_distribute_dataset(strategy, rows.batch(24))
         found = [ms.tf.experimental_run_v2(strategy, np.sum, args=(batch,)) for batch in data]
         assert strategy.reduce("SUM", found[0], axis=None) == 276.0
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_one_value_of_all_replicas():
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        n, rank = strategy.size, strategy.rank
+        values = {"a": np.full(2, rank + 1.0), "b": np.arange(rank + 1.0)}  # rows of unequal number
+        same = values | {"b": 0.5}
+        for reduction, expected in (
+            ("sum", n * (n + 1) / 2),
+            ("mean", (n + 1) / 2),
+            ("auto", (n + 1) / 2),
+            ("first", 1),
+        ):
+            found = ms.tf.reduce_per_replica(same, strategy, reduction)
+            assert found["a"].tolist() == [expected] * 2
+            assert found["b"] == (0.5 * n if reduction == "sum" else 0.5)
+        found = ms.tf.reduce_per_replica(values, strategy, "concat")
+        assert found["a"].tolist() == [one + 1.0 for one in range(n) for _ in range(2)]
+        assert found["b"].tolist() == [row for one in range(n) for row in range(one + 1)]
+        with pytest.raises(ValueError, match="expected auto, first, sum, mean or concat, got 'last'"):
+            ms.tf.reduce_per_replica(values, strategy, "last")
+
+
+@pytest.mark.ranks(1)
+def test_calls_of_tensorflow_1_without_a_meaning_here():
+    with ms.OneDeviceStrategy("cpu:0") as strategy:
+        assert ms.tf.group(strategy, [1, 2]) is None
+        with pytest.raises(NotImplementedError, match=r"Strategy\.configure: .*cluster_resolver=ms\.cluster_resolver"):
+            strategy.configure(cluster_spec={"worker": ["a:1"]}, task_type="worker", task_id=0)
+        with pytest.raises(
+            NotImplementedError, match="update_config_proto: config_proto: expected no session, got a dict"
+        ):
+            strategy.update_config_proto({})
+        rows = ms.data.from_arrays(np.arange(5.0)).apply(ms.tf.map_and_batch(lambda x: 2 * x, 2, drop_remainder=True))
+        assert [batch.tolist() for batch in rows.prefetch(buffer_size=None)] == [[0.0, 2.0], [4.0, 6.0]]
