@@ -17,6 +17,7 @@ from .specs import (
     ModeKeys,
     RunConfig,
     TrainSpec,
+    WarmStartSettings,
 )
 from .train_and_evaluate import train_and_evaluate
 
@@ -31,6 +32,7 @@ __all__ = [
     "ModeKeys",
     "RunConfig",
     "TrainSpec",
+    "WarmStartSettings",
     "split_evaluator",
     "train_and_evaluate",
 ]

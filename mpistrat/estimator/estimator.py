@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 
 from ..base.environment import Environment
 from ..base.errors import ClusterError, explain
+from ..base.log import logger
 from ..base.masks import plain_array
 from ..cluster.rendezvous import wait_for_ranks
 from ..cluster.resolvers.tf_config import TFConfigClusterResolver
@@ -26,12 +28,14 @@ from ..cluster.start import import_mpi
 from ..cluster.world import world as world_of
 from ..data import Dataset, DistributedDataset, InputContext
 from ..state.file import CheckpointFile
-from ..state.list import key_of, name_of
+from ..state.list import key_of, locations, name_of
 from ..strategies import strategy_from_environment
 from ..strategy import OneDeviceStrategy, Strategy
 from ..train import Callback, Checkpoints, JSONLogger, Loop, Trainer
+from ..train.checkpoints import newest_file
+from ..train.weights import assign_from_file, weights_of
 from ..variables import variable_creator_scope
-from .specs import EstimatorSpec, ModeKeys, RunConfig
+from .specs import EstimatorSpec, ModeKeys, RunConfig, WarmStartSettings, refuse_best_weights
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -128,6 +132,26 @@ class _ByName:
         return variable
 
 
+@final
+class _Interval(Callback):
+    """The number of steps to the next checkpoint: as many as take some seconds."""
+
+    def __init__(self, strategy: Strategy, seconds: float) -> None:
+        self._strategy, self._seconds = strategy, seconds
+        self._steps, self._took, self._begun = 0, 0.0, 0.0
+
+    def __call__(self) -> int:
+        """Return the number, by the first rank's clock. Collective."""
+        wanted = 1 if not self._steps else round(self._steps * self._seconds / max(self._took, 1e-9))
+        mine = max(1, min(wanted, 10 * self._steps))
+        self._steps = int(self._strategy.broadcast_object(mine, root=Loop(self._strategy).first))
+        self._begun = time.monotonic()
+        return self._steps
+
+    def on_epoch_end(self, loop: Loop, logs: Mapping[str, Any]) -> None:
+        self._took = time.monotonic() - self._begun
+
+
 _INPUT_ARGUMENTS = ("mode", "params", "config", "input_context")
 _MODEL_ARGUMENTS = ("features", "labels", "mode", "params", "config")
 
@@ -148,6 +172,7 @@ class Estimator:
         model_dir: str | os.PathLike[str] | None = None,
         config: RunConfig | None = None,
         params: Mapping[str, Any] | None = None,
+        warm_start_from: str | os.PathLike[str] | WarmStartSettings | None = None,
     ) -> None:
         """Set a model function; it is called later.
 
@@ -160,6 +185,8 @@ class Estimator:
             model_dir: takes precedence over config's.
             config: default RunConfig().
             params: passed to model_fn and to input functions.
+            warm_start_from: a file or folder with the values of the trainable variables with which `train` starts where
+                model_dir has no checkpoint; or `WarmStartSettings`, for some of them, or under other names.
 
         Raises:
             ValueError: there is no model_dir.
@@ -197,6 +224,7 @@ class Estimator:
         self._specs: dict[str, EstimatorSpec] = {}
         self._created: dict[str, list[Any]] = {}  # variables by the name that model_fn gives
         self._checkpoints: Checkpoints | None = None
+        self._warm = warm_start_from
 
     # components
 
@@ -301,7 +329,7 @@ class Estimator:
         steps: int | None = None,
         max_steps: int | None = None,
     ) -> Estimator:
-        """Train from the newest checkpoint on, and save one every `save_checkpoints_steps` steps and at the end. Collective.
+        """Train from the newest checkpoint on, and save one at the times of the RunConfig and at the end. Collective.
 
         It ends after `steps`, at step `max_steps`, or at the end of the data; or by a hook, or `should_stop`. The data
         continue at the checkpoint's position.
@@ -321,12 +349,16 @@ class Estimator:
         if steps is not None and max_steps is not None:
             expected, got = "steps or max_steps", "both"
             raise ValueError(explain("Estimator.train", "steps", expected=expected, got=got))
+        refuse_best_weights("Estimator.train", hooks)
         data, length = self.input(input_fn, ModeKeys.TRAIN, repeat=True)
         logs = JSONLogger(self.model_dir / "train.jsonl", append=True)
-        trainer = self.make_trainer(data, ModeKeys.TRAIN, [logs, *hooks])
+        seconds = self.config.save_checkpoints_secs
+        interval = None if seconds is None else _Interval(self.strategy, seconds)
+        trainer = self.make_trainer(data, ModeKeys.TRAIN, [logs, *([] if interval is None else [interval]), *hooks])
         for hook in hooks:
             if isinstance(hook, ModelHook):
                 hook.prepare()
+        self._warm_start()
         if len(self._specs) > 1:  # files of before another mode's first call lack the variables that only it creates
             self.checkpoints.restore_file = functools.partial(self.strategy.restore, strict=False)
         if steps is not None or length > 0:
@@ -334,9 +366,28 @@ class Estimator:
             begun = 0 if notes is None else notes["step"]
             ends = [begun + number for number in (steps, length) if number is not None and number > 0]
             max_steps = min([*ends, *([] if max_steps is None else [max_steps])])
-        interval = self.config.save_checkpoints_steps
-        trainer.fit(data, sys.maxsize, steps_per_epoch=interval, max_steps=max_steps)
+        trainer.fit(
+            data, sys.maxsize, steps_per_epoch=interval or self.config.save_checkpoints_steps, max_steps=max_steps
+        )
         return self
+
+    def _warm_start(self) -> None:
+        """Assign the values of `warm_start_from`, unless there is a checkpoint. Collective."""
+        strategy, settings = self.strategy, self._warm
+        if settings is None or strategy.broadcast_object(self.checkpoints.latest()) is not None:
+            return
+        if not isinstance(settings, WarmStartSettings):
+            settings = WarmStartSettings(settings)
+        given = Path(settings.ckpt_to_initialize_from).absolute()
+        path = strategy.broadcast_object(newest_file(given) if given.is_dir() else given)
+        if path is None:
+            expected, got = "a file, or a folder with a checkpoint", f"the folder {given} without one"
+            raise ValueError(explain("Estimator", "warm_start_from", expected=expected, got=got))
+        where = locations(strategy.extended.placement)
+        names = settings.names({where[one.name].name: one.trainable for one in weights_of(strategy)})
+        assign_from_file("Estimator: warm_start_from", strategy, path, names)
+        if strategy.rank == 0:
+            logger.info("Estimator: %d variables start with values of %s", len(names), path)
 
     def evaluate(
         self,

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
 from ..base.errors import explain
-from ..train import Callback
+from ..train import Callback, EarlyStopping
 
 __all__ = [
     "BestExporter",
@@ -27,6 +29,8 @@ __all__ = [
     "ModeKeys",
     "RunConfig",
     "TrainSpec",
+    "WarmStartSettings",
+    "refuse_best_weights",
 ]
 
 
@@ -75,8 +79,9 @@ class RunConfig:
 
     Attributes:
         model_dir: the folder of checkpoints, results and exports, on a file system that all ranks see.
-        save_checkpoints_steps: steps between files, each with an evaluation if due. TensorFlow's default counts seconds,
-            which differ between ranks.
+        save_checkpoints_steps: steps between files, each with an evaluation if due; default 1000.
+        save_checkpoints_secs: instead, the seconds between files, by the first rank's clock. They become a number of steps by
+            the time of the steps before: first 1, then at most ten times as many as before.
         keep_checkpoint_max: the number of files to keep; 0 for all.
         train_distribute: creates the strategy for the communicator of the training ranks: `lambda comm:
             ms.MirroredStrategy(comm=comm)`; or a strategy, in a job without an evaluator. Default:
@@ -88,14 +93,81 @@ class RunConfig:
     """
 
     model_dir: str | os.PathLike[str] | None = None
-    save_checkpoints_steps: int = 1000
+    save_checkpoints_steps: int | None = None
     keep_checkpoint_max: int = 5
     train_distribute: Any = None
     eval_distribute: Any = None
+    save_checkpoints_secs: float | None = None
 
     def __post_init__(self) -> None:
-        _at_least("RunConfig", "save_checkpoints_steps", self.save_checkpoints_steps, 1)
+        steps, seconds = self.save_checkpoints_steps, self.save_checkpoints_secs
+        if steps is not None and seconds is not None:
+            expected, got = "save_checkpoints_steps or save_checkpoints_secs", "both"
+            raise ValueError(explain("RunConfig", "save_checkpoints_secs", expected=expected, got=got))
+        if seconds is None:
+            steps = 1000 if steps is None else steps
+            _at_least("RunConfig", "save_checkpoints_steps", steps, 1)
+            object.__setattr__(self, "save_checkpoints_steps", steps)
+        elif not 0 < seconds < math.inf:
+            got = str(seconds)
+            raise ValueError(explain("RunConfig", "save_checkpoints_secs", expected="seconds > 0", got=got))
         _at_least("RunConfig", "keep_checkpoint_max", self.keep_checkpoint_max, 0)
+
+
+@final
+@dataclass(frozen=True)
+class WarmStartSettings:
+    """The variables with which a new model starts (TF: tf.estimator.WarmStartSettings).
+
+    Attributes:
+        ckpt_to_initialize_from: a file of `Strategy.save`; or a folder, whose newest checkpoint is used.
+        vars_to_warm_start: a regular expression: the trainable variables whose names begin with a match; or several, for
+            variables of any kind; None for those of var_name_to_prev_var_name only. Optimizers start anew.
+        var_name_to_prev_var_name: the names in the file of variables with other names here.
+
+    Example:
+        >>> settings = ms.estimator.WarmStartSettings("runs/first", ["encoder/.*"], {"encoder/w": "w"})
+    """
+
+    ckpt_to_initialize_from: str | os.PathLike[str]
+    vars_to_warm_start: str | Sequence[str] | None = ".*"
+    var_name_to_prev_var_name: Mapping[str, str] = field(default_factory=dict)
+
+    def names(self, trainable: Mapping[str, bool]) -> dict[str, str]:
+        """Return the names in the file, by the names of the variables that are warm-started. Local.
+
+        Args:
+            trainable: by the name of each variable.
+
+        Raises:
+            ValueError: a regular expression without a variable, or a variable that does not exist.
+        """
+        patterns, before = self.vars_to_warm_start, dict(self.var_name_to_prev_var_name)
+        known = [name for name, trains in trainable.items() if trains or not isinstance(patterns, str)]
+        chosen: dict[str, str] = {}
+        for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
+            found = [name for name in known if re.match(pattern, name)]
+            if not found:
+                raise ValueError(_no_variable("vars_to_warm_start", pattern, known))
+            chosen |= {name: before.get(name, name) for name in found}
+        for name, there in before.items():
+            if name not in trainable:
+                raise ValueError(_no_variable("var_name_to_prev_var_name", name, trainable))
+            chosen[name] = there
+        return chosen
+
+
+def refuse_best_weights(argument: str, hooks: Sequence[Callback]) -> None:
+    """Raise ValueError for an EarlyStopping that restores weights: an Estimator's files have those of their step."""
+    if any(isinstance(hook, EarlyStopping) and hook.restore_best_weights for hook in hooks):
+        expected, got = "an EarlyStopping without restore_best_weights", "one with it"
+        remedy = "Files have the weights of their step: a BestExporter keeps the best"
+        raise ValueError(explain(argument, "hooks", expected=expected, got=got, remedy=remedy))
+
+
+def _no_variable(argument: str, name: str, known: Iterable[str]) -> str:
+    expected = f"a name of {', '.join(known) or 'no variable'}"
+    return explain("WarmStartSettings", argument, expected=expected, got=repr(name))
 
 
 @final
@@ -127,7 +199,7 @@ class EvalSpec:
     """Settings of evaluations for `train_and_evaluate`.
 
     Attributes:
-        input_fn: as of `TrainSpec`.
+        input_fn: as of `TrainSpec`; None on ranks that only train, next to an evaluator.
         steps: the number of batches; None for all.
         name: of this evaluation, if there are several; its results are in the folder `eval_NAME`.
         hooks: callbacks whose `on_epoch_end` gets the results of each evaluation: `EarlyStopping` here ends training,
@@ -140,7 +212,7 @@ class EvalSpec:
         ValueError: a number is out of range.
     """
 
-    input_fn: Callable[..., Any]
+    input_fn: Callable[..., Any] | None = None
     steps: int | None = 100
     name: str | None = None
     hooks: Sequence[Callback] = ()

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
+from ..base.errors import explain
 from ..base.files import replacing
 from ..base.log import logger
 from ..cluster.rendezvous import wait_for_ranks
 from ..train import EarlyStopping, Loop, Trainer
 from .estimator import Estimator, ModelHook, evaluator_elsewhere
-from .specs import EvalSpec, ModeKeys, TrainSpec
+from .specs import EvalSpec, ModeKeys, TrainSpec, refuse_best_weights
 
 __all__ = ["train_and_evaluate"]
 
@@ -52,6 +53,12 @@ def train_and_evaluate(
     Source: https://www.tensorflow.org/api_docs/python/tf/estimator/train_and_evaluate.
     """
     split = estimator.split
+    beside = split.has_evaluator or evaluator_elsewhere()
+    if eval_spec.input_fn is None and (split.is_evaluator or not beside):
+        remedy = "None is for ranks that train next to an evaluator: mpistrat run --evaluator, or its task in TF_CONFIG"
+        expected = "a function, as this rank evaluates"
+        raise ValueError(explain("EvalSpec", "input_fn", expected=expected, got="None", remedy=remedy))
+    refuse_best_weights("EvalSpec", eval_spec.hooks)
     if split.is_evaluator:
         if split.world.size > split.comm.size:
             wait_for_ranks(split.world, _START)
@@ -61,7 +68,6 @@ def train_and_evaluate(
         (estimator.model_dir / _ENDED).unlink(missing_ok=True)
     if split.has_evaluator:
         wait_for_ranks(split.world, _START)
-    beside = split.has_evaluator or evaluator_elsewhere()
     in_place = None if beside else _InPlace(estimator, eval_spec)
     hooks = [*train_spec.hooks, *([] if in_place is None else [in_place])]
     finished = False
@@ -86,6 +92,7 @@ class _Evaluation:
 
     def __init__(self, estimator: Estimator, spec: EvalSpec) -> None:
         self._estimator, self._spec = estimator, spec
+        assert spec.input_fn is not None
         self._data, self._length = estimator.input(spec.input_fn, ModeKeys.EVAL)
         self._trainer: Trainer | None = None
         self.results: dict[str, Any] | None = None

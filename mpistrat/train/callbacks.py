@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, final
 
 from ..base.errors import explain
 from ..base.log import logger
 from ..base.masks import plain_array
+from .weights import assign_from_file, weights_of
 
 __all__ = [
     "Callback",
@@ -50,7 +52,12 @@ class Loop:
         epoch: the number of the epoch, from 0.
         step: the number of steps so far, in all epochs.
         stop_training: set by a callback to stop.
+        folder: of the checkpoints; None without any.
+        ended: False in `on_train_end` after an error, or if a restarted program resumes training.
     """
+
+    folder: Path | None = None
+    ended = True
 
     def __init__(self, strategy: Any, optimizer: Any = None) -> None:
         """Create a loop.
@@ -158,12 +165,54 @@ class _Best:
 
 
 @final
+class _BestWeights:
+    """The weights of the best epoch, in a file of the loop's folder, or in memory. All calls are collective."""
+
+    def __init__(self) -> None:
+        self._wanted, self._copies = False, list[tuple[Any, Any]]()
+
+    def want(self, loop: Loop) -> None:
+        """Take the present weights, or those of the next outer step."""
+        self._wanted = True
+        self.take(loop)
+
+    def take(self, loop: Loop) -> None:
+        """Take the weights, if they are wanted and equal on all nodes."""
+        if not self._wanted or loop.strategy.nodes_differ:
+            return
+        self._wanted = False
+        if loop.folder is None:
+            self._copies = [(variable, variable.numpy()) for variable in weights_of(loop.strategy)]
+        else:
+            path = self._path(loop)
+            if loop.strategy.rank == 0:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            loop.strategy.save(path)
+
+    def restore(self, loop: Loop) -> None:
+        """Assign the weights."""
+        if loop.folder is not None:
+            assign_from_file("EarlyStopping", loop.strategy, self._path(loop))
+        for variable, value in self._copies:
+            variable.assign(value)
+
+    def _path(self, loop: Loop) -> Path:
+        path: Path = loop.strategy.broadcast_object(loop.folder) / "best-weights.h5"  # ranks may be in other folders
+        return path
+
+
+@final
 class EarlyStopping(Callback):
     """A stop when a result has not improved for some epochs.
+
+    With `restore_best_weights` training ends with the weights of the best epoch, also if it ends for another reason; optimizers
+    keep their last state. In a Trainer with checkpoints these weights are in `best-weights.h5` in their folder, so that a
+    resumed run has them; else each rank has a copy in memory. With `local_steps` they are those of the next outer step.
 
     Attributes:
         best: the best result.
         best_epoch: its epoch.
+        restore_best_weights: as given.
 
     Example:
         >>> loop = ms.train.Loop(ms.get_strategy())
@@ -181,10 +230,12 @@ class EarlyStopping(Callback):
         patience: int = 0,
         mode: str = "auto",
         start_from_epoch: int = 0,
+        restore_best_weights: bool = False,
     ) -> None:
         self._best = _Best("EarlyStopping", monitor, mode, min_delta)
         self._patience, self._start, self._waited = patience, start_from_epoch, 0
         self.best_epoch = 0
+        self.restore_best_weights, self._weights = restore_best_weights, _BestWeights()
 
     @property
     def best(self) -> float:
@@ -201,6 +252,8 @@ class EarlyStopping(Callback):
             return
         if self._best.takes(logs):
             self.best_epoch, self._waited = loop.epoch, 0
+            if self.restore_best_weights:
+                self._weights.want(loop)
             return
         self._waited += 1
         if self._waited >= self._patience and loop.epoch > 0:
@@ -209,6 +262,14 @@ class EarlyStopping(Callback):
                 logger.info(
                     "EarlyStopping: after epoch %d; %.6g of epoch %d was best", loop.epoch, self.best, self.best_epoch
                 )
+
+    def on_step_end(self, loop: Loop) -> None:
+        self._weights.take(loop)
+
+    def on_train_end(self, loop: Loop) -> None:
+        if self.restore_best_weights and loop.ended and math.isfinite(self.best):
+            self._weights.take(loop)
+            self._weights.restore(loop)
 
 
 @final

@@ -43,6 +43,7 @@ __all__ = [
     "gather_states",
     "get_states",
     "hand_back",
+    "newest_file",
     "set_states",
 ]
 
@@ -335,7 +336,7 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """Return the newest file, as this rank sees the folder; None without files."""
-        return _newest(self.folder)
+        return newest_file(self.folder)
 
     def path(self, step: int) -> Path:
         """Return the file of a step.
@@ -731,14 +732,14 @@ def _iterate(
     last: Path | None = None
     while True:
         began = time.monotonic()
-        newest = _newest(folder)
+        newest = newest_file(folder)
         while newest is None or newest == last:
             if timeout is not None and time.monotonic() - began >= timeout:
                 if timeout_fn is None or timeout_fn():
                     return
                 began = time.monotonic()
             time.sleep(_POLL_SECONDS if timeout is None else min(_POLL_SECONDS, max(timeout / 10, 1e-3)))
-            newest = _newest(folder)
+            newest = newest_file(folder)
         given, last = time.monotonic(), newest
         yield newest
         time.sleep(max(0.0, given + min_interval_secs - time.monotonic()))
@@ -757,6 +758,6 @@ def _path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:010}.h5"
 
 
-def _newest(folder: Path) -> Path | None:
+def newest_file(folder: Path) -> Path | None:
     steps = _steps(folder)
     return _path(folder, steps[-1]) if steps else None

@@ -20,6 +20,7 @@ from ..strategy.contexts import in_step, stepping
 from ..variables import Variable
 from ..variables.variable import value_for_file
 from .foreign_metrics import FUNCTION, ForeignMetric, adapt, merged, results_of
+from .weights import METRIC
 
 __all__ = ["Mean", "MeanOf", "Metric", "Sum", "known", "mean_of_rows", "results"]
 
@@ -46,7 +47,7 @@ class Metric(abc.ABC):
         self.name = name
         self.sums = Variable(
             np.zeros(size),
-            name=f"metric/{name}",
+            name=f"{METRIC}{name}",
             synchronization=VariableSynchronization.ON_READ,
             aggregation=VariableAggregation.SUM,
             trainable=False,

@@ -255,9 +255,11 @@ class Trainer:
         self._metrics, self._callbacks = [known("Trainer", metric) for metric in metrics], list(callbacks)
         self._foreign = [metric for metric in self._metrics if isinstance(metric, ForeignMetric)]
         self.loop, self._checkpoints = Loop(strategy, optimizer), checkpoints
+        self.loop.folder = None if checkpoints is None else checkpoints.folder
         self.history: dict[str, list[Any]] = {}
         self._batches: Any = iter(())  # of the epoch
         self._taken, self._endless = 0, False  # batches of it so far; True if it runs on into the next one
+        self._count: int | None = None  # of its batches, if steps_per_epoch tells
         self._readers = readers_of(self.loop, checkpoints, self._notes)
 
     def fit(
@@ -265,7 +267,7 @@ class Trainer:
         data: Iterable[Any],
         epochs: int = 1,
         *,
-        steps_per_epoch: int | None = None,
+        steps_per_epoch: int | Callable[[], int] | None = None,
         validation_data: Iterable[Any] | None = None,
         validation_freq: int = 1,
         initial_epoch: int = 0,
@@ -280,7 +282,8 @@ class Trainer:
         Args:
             data: batches of this rank, as `strategy.distribute_dataset` returns them; iterated once an epoch.
             epochs: the number of the last epoch, counted from 1.
-            steps_per_epoch: of endless data, which are iterated only once; default all.
+            steps_per_epoch: of endless data, which are iterated only once; default all. Or a function that returns them before
+                each epoch, equal on all ranks.
             validation_data: evaluated every validation_freq epochs; results are named `val_loss` and so on.
             validation_freq: see there.
             initial_epoch: the first epoch, counted from 0, if no checkpoint sets another.
@@ -297,7 +300,7 @@ class Trainer:
             got = "None, and max_steps"
             raise ValueError(explain("Trainer.fit", "steps_per_epoch", expected="a number of steps", got=got))
         loop, strategy = self.loop, self.strategy
-        loop.stop_training, self._taken, self._endless = False, 0, bool(steps_per_epoch)
+        loop.stop_training, loop.ended, self._taken, self._endless = False, False, 0, bool(steps_per_epoch)
         notes = None if self._checkpoints is None else self._checkpoints.restore_latest()
         first, taken, position = (initial_epoch, 0, None) if notes is None else self._go_on(notes)
         begun = loop.step if notes is None else notes["step"] - self._taken  # the step at which the epoch began
@@ -307,7 +310,7 @@ class Trainer:
             self._batches = iter(data)
         elif first and hasattr(data, "set_epoch"):
             data.set_epoch(first)
-        loop.epoch, count = first, steps_per_epoch
+        loop.epoch, count = first, None
         self._call("on_train_begin")
         try:
             for loop.epoch in range(first, last):
@@ -320,8 +323,11 @@ class Trainer:
                 if inside:
                     self._find(position)
                 self._taken, taken = taken, 0
-                if steps_per_epoch and max_steps is not None:
-                    count, reached = min(steps_per_epoch, max_steps - begun), begun + steps_per_epoch >= max_steps
+                resumed = notes.get("count") if notes is not None and inside else None
+                count = resumed or steps_per_epoch() if callable(steps_per_epoch) else steps_per_epoch
+                self._count = count
+                if count and max_steps is not None:
+                    count, reached = min(count, max_steps - begun), begun + count >= max_steps
                 self._take_steps(count)
                 if strategy.should_stop() and not strategy.nodes_differ:
                     self._save()
@@ -335,6 +341,7 @@ class Trainer:
                 self._save_epoch(over)
                 if over:
                     break
+            loop.ended = not strategy.should_stop()
         finally:
             self._close()
             self._call("on_train_end")
@@ -395,6 +402,7 @@ class Trainer:
         mine = {"taken": self._taken, "position": state}
         return {
             "epoch": loop.epoch + next_epoch,
+            "count": None if next_epoch else self._count,
             "alone": self._readers.alone,
             "dealt": self._readers.dealt(),
             "readers": self._readers.gather(mine),
