@@ -49,13 +49,14 @@ def arithmetic(reduce_op: ReduceOp, dtype: np.dtype, num_replicas: int, function
     """Return the arithmetic for values of a dtype. Errors name `function`.
 
     Raises:
-        TypeError: the dtype cannot be reduced: bool, non-numbers, or complex with other operations than SUM and MEAN.
+        TypeError: the dtype cannot be reduced: bool with other operations than MIN and MAX, non-numbers, or complex with others
+            than SUM and MEAN.
 
     Example:
         >>> arithmetic(ReduceOp.MEAN, np.dtype(np.int8), 4).accumulate.name
         'float64'
     """
-    check_reducible(dtype, function)
+    check_reducible(dtype, function, ordered=reduce_op in (ReduceOp.MIN, ReduceOp.MAX))
     ufunc = _UFUNCS[reduce_op]
     if reduce_op is ReduceOp.MEAN:
         mean = mean_dtype(dtype)

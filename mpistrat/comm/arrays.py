@@ -245,16 +245,20 @@ def _reducible(dtype: np.dtype) -> bool:
     return dtype.kind in _REDUCIBLE_KINDS or is_bfloat16(dtype)
 
 
-def check_reducible(dtype: np.dtype, function: str, argument: str = "value") -> None:
-    """Raise unless values of a dtype can be summed over ranks.
+def check_reducible(dtype: np.dtype, function: str, argument: str = "value", ordered: bool = False) -> None:
+    """Raise unless values of a dtype can be combined over ranks.
+
+    Args:
+        dtype, function, argument: in errors.
+        ordered: True for a minimum or maximum, which bools have.
 
     Raises:
         TypeError: for bool, structured and other non-numeric dtypes, with the remedy.
     """
-    if _reducible(dtype):
+    if _reducible(dtype) or (ordered and dtype.kind == "b"):
         return
     if dtype.kind == "b":
-        remedy = "To count, cast it first: value.astype(np.int64)"
+        remedy = "To count, cast it first: value.astype(np.int64); MIN is True if all are, MAX if any is"
     elif dtype.names:
         remedy = "Reduce the fields one by one"
     else:
@@ -319,10 +323,10 @@ def all_reduce(
         ufunc: np.add, np.multiply, np.minimum or np.maximum; the latter two not for complex numbers.
 
     Raises:
-        TypeError: bool, structured, or another dtype that MPI cannot sum.
+        TypeError: a sum or product of bools, or a structured or another dtype that MPI cannot combine.
         ValueError: an array is not C-contiguous.
     """
-    check_reducible(array.dtype, "all_reduce", "array")
+    check_reducible(array.dtype, "all_reduce", "array", ufunc in (np.minimum, np.maximum))
     target = _flat(array, "array")
     part = target if source is None else _flat(source, "source")
     if accumulation_dtype(array.dtype) != array.dtype:
@@ -354,6 +358,8 @@ def mpi_op(ufunc: np.ufunc, kind: str) -> MPI.Op:
             ufunc(np.frombuffer(first, dtype), target, out=target)
 
         return MPI.Op.Create(of_buffers, commute=False)
+    if kind == "b":  # MPI_MIN and MPI_MAX do not take logical types
+        return MPI.LAND if ufunc is np.minimum else MPI.LOR
     ops: dict[np.ufunc, MPI.Op] = {np.add: MPI.SUM, np.multiply: MPI.PROD, np.minimum: MPI.MIN, np.maximum: MPI.MAX}
     return ops[ufunc]
 

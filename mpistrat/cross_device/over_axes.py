@@ -74,8 +74,10 @@ def _extreme_over(op: ReduceOp, leaf: Any, axis: Axis, replicas: int, function: 
     work = arithmetic(op, parts[0].dtype, 1, function)
     bounds = np.iinfo(work.accumulate) if work.accumulate.kind in "iu" else None
     smallest = op is ReduceOp.MIN
-    if bounds is None:
-        identity: Any = np.inf if smallest else -np.inf
+    if work.accumulate.kind == "b":
+        identity: Any = smallest
+    elif bounds is None:
+        identity = np.inf if smallest else -np.inf
     else:
         identity = bounds.max if smallest else bounds.min
     packs = []

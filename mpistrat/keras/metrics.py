@@ -12,7 +12,7 @@ from ..base.errors import explain
 from ..base.metric_state import MetricState
 from .state import arrays_of
 
-__all__ = ["KerasMetric", "is_keras_metric"]
+__all__ = ["REMEDY", "KerasMetric", "is_keras_metric"]
 
 
 def is_keras_metric(value: Any) -> bool:
@@ -68,14 +68,14 @@ def _assign(variables: Sequence[Any], arrays: Sequence[np.ndarray]) -> None:
         variable.assign(array.astype(variable.dtype))
 
 
-_REMEDY = "Write it as a subclass of ms.train.Metric, whose sums add up, or give add_variable another aggregation"
+REMEDY = "Give add_variable another aggregation, such as sum; or write a subclass of ms.train.Metric, whose sums add up"
 
 
 def _require_summable(name: str, variable: Any, start: np.ndarray) -> None:
     """Raise for a variable that is declared a sum and does not start at zero: each rank would add the start."""
     if variable.aggregation == "sum" and np.any(start != 0):
         expected, got = "sums that start at 0", f"{start.reshape(-1)[0]} after reset_state"
-        text = explain(f"ms.train.results: {name}", variable.name, expected=expected, got=got, remedy=_REMEDY)
+        text = explain(f"ms.train.results: {name}", variable.name, expected=expected, got=got, remedy=REMEDY)
         raise ValueError(text)
 
 
@@ -87,6 +87,6 @@ def _combined(name: str, variable: Any, found: Sequence[np.ndarray]) -> np.ndarr
         return np.mean(found, axis=0)
     if any(not np.array_equal(found[0], one, equal_nan=True) for one in found):
         expected, got = "an aggregation", "'none', and values that differ between ranks"
-        text = explain(f"ms.train.results: {name}", variable.name, expected=expected, got=got, remedy=_REMEDY)
+        text = explain(f"ms.train.results: {name}", variable.name, expected=expected, got=got, remedy=REMEDY)
         raise ValueError(text)
     return found[0]

@@ -20,6 +20,7 @@ from .compiled import describe_compiled, over_ranks
 from .inputs import KerasBatches, ServedBatches, arrays_in, batches_of, with_row
 from .jax_step import JaxStep
 from .link import ModelLink
+from .metrics import REMEDY
 from .optimizer import distribute_optimizer, not_in_fit
 from .served import ServedUpdate, check_served
 from .state import arrays_of, describe, optimizers_in, own_arrays, statistics_of, take_from_root
@@ -411,7 +412,15 @@ def _arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str
 
 
 def _part(link: ModelLink, variable: Any, array: np.ndarray) -> np.ndarray:
-    """Return this rank's summand of a metric's variable over all ranks."""
+    """Return this rank's summand of a metric's variable over all ranks.
+
+    Raises:
+        ValueError: the variable has no aggregation, and there are several ranks.
+    """
+    if variable.aggregation == "none" and link.size > 1:
+        expected, got = "variables with an aggregation", "'none'"
+        text = explain("metrics", variable.path, expected=expected, got=got, remedy=REMEDY)
+        raise ValueError(text)
     if variable.aggregation == "only_first_replica" and not link.first:
         return np.zeros_like(array)
     return array

@@ -267,7 +267,7 @@ class Strategy(RankCollectives, Files, OtherNames):
         Without an axis the replicas' arrays, of one shape, are combined element by element; MEAN divides by the number of
         replicas. With an axis, elements along it are combined too: MEAN is the sum of all elements divided by their number,
         which may differ between replicas or be 0. Integers give a float64 MEAN. MIN, MAX and PROD (not in TF) keep the dtype;
-        without elements PROD is 1, as SUM is 0.
+        without elements PROD is 1, as SUM is 0. Of bools MIN is True if all are, and MAX if any is.
 
         Args:
             reduce_op: ReduceOp.SUM, MEAN, MIN, MAX or PROD, or its name.
@@ -282,7 +282,7 @@ class Strategy(RankCollectives, Files, OtherNames):
         Raises:
             ValueError: another reduce_op; an axis out of range; a MEAN, MIN or MAX without elements; a plain value under SUM or
                 PROD on a rank with several replicas; a Mirrored or an ON_WRITE variable under SUM or PROD.
-            TypeError: bool; complex numbers or IndexedSlices under MIN, MAX or PROD.
+            TypeError: bool under SUM, MEAN or PROD; complex numbers or IndexedSlices under MIN, MAX or PROD.
             CollectiveMismatchError: on every rank: ranks pass different operations, shapes or dtypes.
             ContextError: in a step: use `get_replica_context().all_reduce`.
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         MeanAbsoluteError,
         MeanAbsolutePercentageError,
         MeanIoU,
+        MeanMetricWrapper,
         MeanSquaredError,
         MeanSquaredLogarithmicError,
         PearsonCorrelation,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
         TopKCategoricalAccuracy,
         TrueNegatives,
         TruePositives,
+        get_metric,
     )
     from .monitor import Monitor
     from .preemption import PreemptionCheckpointHandler, PreemptionWatcher, TerminationConfig
@@ -99,6 +101,7 @@ __all__ = [
     "MeanAbsoluteError",
     "MeanAbsolutePercentageError",
     "MeanIoU",
+    "MeanMetricWrapper",
     "MeanOf",
     "MeanSquaredError",
     "MeanSquaredLogarithmicError",
@@ -131,6 +134,7 @@ __all__ = [
     "TruePositives",
     "WandB",
     "checkpoints_iterator",
+    "get_metric",
     "results",
     "survive",
 ]

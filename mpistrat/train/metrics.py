@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -35,6 +36,7 @@ __all__ = [
     "MeanAbsoluteError",
     "MeanAbsolutePercentageError",
     "MeanIoU",
+    "MeanMetricWrapper",
     "MeanSquaredError",
     "MeanSquaredLogarithmicError",
     "PearsonCorrelation",
@@ -50,6 +52,7 @@ __all__ = [
     "TopKCategoricalAccuracy",
     "TrueNegatives",
     "TruePositives",
+    "get_metric",
 ]
 
 _SMALLEST = 1e-7  # Keras's epsilon
@@ -991,3 +994,78 @@ class MeanIoU(IoU):
     ) -> None:
         classes = range(integer("MeanIoU", "num_classes", num_classes, 1))
         super().__init__(num_classes, classes, ignore_class, sparse_y_true, sparse_y_pred, name)
+
+
+# By function and by name
+
+
+@final
+class MeanMetricWrapper(MeanOf):
+    """The weighted mean over rows of a function of labels and predictions.
+
+    Args:
+        fn: called with y_true and y_pred, arrays of NumPy, and the settings; returns a value for each row, or for each element.
+        name: under which `results` returns it; default the function's.
+        settings: further arguments of the function.
+
+    Example:
+        >>> def misses(y_true, y_pred, limit):
+        ...     return abs(y_true - y_pred) > limit
+        >>> metric = ms.train.MeanMetricWrapper(misses, limit=0.5)
+        >>> metric.update_state([0, 1], [0.1, 0.2])
+        >>> metric.name, metric.result()
+        ('misses', 0.5)
+    """
+
+    def __init__(self, fn: Callable[..., Any], name: str | None = None, **settings: Any) -> None:
+        super().__init__(getattr(fn, "__name__", type(fn).__name__) if name is None else name)
+        self._fn, self._settings = fn, settings
+
+    def values(self, y_true: np.ndarray, y_pred: np.ndarray) -> np.ndarray:
+        (found,) = host(values=self._fn(y_true, y_pred, **self._settings))
+        return found
+
+
+_SHORT = {
+    "bce": "BinaryCrossentropy",
+    "mse": "MeanSquaredError",
+    "mae": "MeanAbsoluteError",
+    "mape": "MeanAbsolutePercentageError",
+    "msle": "MeanSquaredLogarithmicError",
+}
+
+
+def get_metric(identifier: str | Callable[..., Any], **settings: Any) -> Metric:
+    """Return a new metric by Keras's name of it, or of a function of labels and predictions. Collective, in a scope.
+
+    Args:
+        identifier: "MeanSquaredError", "mean_squared_error", "mse" or "MSE", and so on for each metric; or a function for
+            `MeanMetricWrapper`.
+        settings: arguments of the metric, or of the function.
+
+    Raises:
+        ValueError: there is no such metric.
+
+    Example:
+        >>> ms.train.get_metric("mse").name, ms.train.get_metric("binary_accuracy", threshold=0.3).name
+        ('mean_squared_error', 'binary_accuracy')
+    """
+    if not isinstance(identifier, str):
+        return MeanMetricWrapper(identifier, **settings)
+    kinds = {name: globals()[name] for name in __all__ if name not in ("MeanMetricWrapper", "get_metric")}
+    named = {_snake(name): kind for name, kind in kinds.items()} | {name: kinds[full] for name, full in _SHORT.items()}
+    found = (
+        kinds.get(identifier) or named.get(identifier) or named.get(identifier.lower() if identifier.isupper() else "")
+    )
+    if found is None:
+        raise ValueError(
+            explain("get_metric", "identifier", expected=f"one of {', '.join(named)}", got=repr(identifier))
+        )
+    metric: Metric = found(**settings)
+    return metric
+
+
+def _snake(name: str) -> str:
+    """Return a class's name as Keras writes it in lower case."""
+    spaced = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", name)
+    return re.sub(r"([a-z])([A-Z])", r"\1_\2", spaced).lower()

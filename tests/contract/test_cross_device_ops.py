@@ -183,9 +183,11 @@ def test_minimum_maximum_and_product(extremes, group, replicas):
         signed = [2 - 4 * (replica == 0), 3 - 3 * (replica == 1), 4, replica]
         return np.array(np.abs(signed) if dtype.kind == "u" else signed).astype(dtype)
 
-    every = {dtype: [value(replica, dtype) for replica in range(replicas)] for dtype in map(np.dtype, names)}
+    numbers = {dtype: [value(replica, dtype) for replica in range(replicas)] for dtype in map(np.dtype, names)}
+    bools = {np.dtype(bool): [value(replica, np.dtype(bool)) for replica in range(replicas)]}
     for op, combine in EXTREMES.items():
-        columns = [local(group, lambda replica, d=dtype: every[d][replica]) for dtype in every]
+        every = numbers if op is ReduceOp.PROD else numbers | bools
+        columns = [local(group, lambda replica, d=dtype, e=every: e[d][replica]) for dtype in every]
         together = extremes.batch_reduce(op, [(column, None) for column in columns])
         for (dtype, values), column, packed in zip(every.items(), columns, together, strict=True):
             expected = values[0]
@@ -231,8 +233,8 @@ def test_values_without_a_minimum(extremes, group):
     for op in EXTREMES:
         for wrong, text in (
             (np.ones(2, complex), f"real numbers for {op.value}"),
-            (np.ones(2, bool), "an array of numbers"),
             (rows, f"dense arrays for {op.value}"),
+            *([(np.ones(2, bool), "an array of numbers.*MIN is True if all are")] if op is ReduceOp.PROD else ()),
         ):
             for act in (
                 lambda v, op=op: extremes.reduce(op, v),

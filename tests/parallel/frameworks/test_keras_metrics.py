@@ -32,6 +32,7 @@ KINDS = {
         (lambda: k.Precision([0.2, 0.7, 0.4]), lambda: t.Precision([0.2, 0.7, 0.4])),
         (lambda: k.Recall(0.25), lambda: t.Recall(0.25)),
         (k.AUC, t.AUC),
+        (lambda: k.MeanMetricWrapper(k.mean_squared_error), lambda: t.get_metric(k.mean_squared_error)),
         (lambda: k.AUC(curve="PR"), lambda: t.AUC(curve="PR")),
         (lambda: k.AUC(num_thresholds=20, summation_method="minoring"), lambda: t.AUC(20, summation_method="minoring")),
         (
@@ -145,3 +146,18 @@ def test_scores_that_equal_thresholds_count_as_in_keras(name, dtype):
             ours.update_state(labels, given)
             expected = keras.ops.convert_to_numpy(theirs.result())
             np.testing.assert_allclose(ours.result(), expected, rtol=3e-5, atol=1e-6, err_msg=f"{settings}")
+
+
+@pytest.mark.ranks(1)
+def test_names_of_metrics_are_keras_s():
+    from keras.src.metrics import ALL_OBJECTS_DICT
+
+    with ms.OneDeviceStrategy() as strategy, strategy.scope():
+        for name, kind in ALL_OBJECTS_DICT.items():
+            ours = getattr(t, kind.__name__, None)
+            needed = {"FBetaScore": {"num_classes": 2}, "F1Score": {"num_classes": 2}, "MeanIoU": {"num_classes": 2}}
+            needed["IoU"] = {"num_classes": 2, "target_class_ids": [0]}
+            if ours is not None and kind.__name__ not in ("Mean", "Metric", "Sum", "MeanMetricWrapper"):
+                assert type(t.get_metric(name, **needed.get(kind.__name__, {}))) is ours, name
+    with pytest.raises(ValueError, match="get_metric: identifier: expected one of auc, .*, got 'acuracy'"):
+        t.get_metric("acuracy")

@@ -471,3 +471,26 @@ def test_masked_numbers_are_refused(method):
         masked.mask.flat[0] = True
         with pytest.raises(TypeError, match="expected no masked numbers, got 1 masked"):
             getattr(model, method)(masked, y, verbose=0)
+
+
+@pytest.mark.ranks(2)
+def test_a_metric_whose_variables_cannot_be_combined():
+    class Largest(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="largest")
+            self.value = self.add_variable((), "zeros", aggregation="none", name="value")
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y_pred)))
+
+        def result(self):
+            return self.value
+
+    model = compiled(build(), metrics=[Largest()])
+    with (
+        put(model),
+        pytest.raises(
+            ValueError, match="largest/value: expected variables with an aggregation, got 'none'. Give add_var"
+        ),
+    ):
+        fit(model, *rows(), epochs=1)
