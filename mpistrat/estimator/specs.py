@@ -126,7 +126,7 @@ class WarmStartSettings:
         var_name_to_prev_var_name: the names in the file of variables with other names here.
 
     Example:
-        >>> settings = ms.estimator.WarmStartSettings("runs/first", ["encoder/.*"], {"encoder/w": "w"})
+        >>> settings = ms.estimator.WarmStartSettings("runs/1", ["encoder/"])
     """
 
     ckpt_to_initialize_from: str | os.PathLike[str]
@@ -160,9 +160,9 @@ class WarmStartSettings:
 def refuse_best_weights(argument: str, hooks: Sequence[Callback]) -> None:
     """Raise ValueError for an EarlyStopping that restores weights: an Estimator's files have those of their step."""
     if any(isinstance(hook, EarlyStopping) and hook.restore_best_weights for hook in hooks):
-        expected, got = "an EarlyStopping without restore_best_weights", "one with it"
+        expected, got = "restore_best_weights=False", "True"
         remedy = "Files have the weights of their step: a BestExporter keeps the best"
-        raise ValueError(explain(argument, "hooks", expected=expected, got=got, remedy=remedy))
+        raise ValueError(explain(argument, "hooks: EarlyStopping", expected=expected, got=got, remedy=remedy))
 
 
 def _no_variable(argument: str, name: str, known: Iterable[str]) -> str:

@@ -282,9 +282,9 @@ def map_and_batch(
     TensorFlow fuses them; here `batch` reads the rows of a mapped dataset together anyway. `num_parallel_batches` has no effect.
 
     Example:
-        >>> dataset = ms.data.from_arrays(np.arange(4.0))
-        >>> [batch.tolist() for batch in dataset.apply(ms.tf.map_and_batch(np.sqrt, 2, drop_remainder=True))][0]
-        [0.0, 1.0]
+        >>> rows = ms.data.from_arrays(np.arange(4.0))
+        >>> [batch.tolist() for batch in rows.apply(ms.tf.map_and_batch(np.square, 2))]
+        [[0.0, 1.0], [4.0, 9.0]]
     """
     return lambda dataset: dataset.map(map_func, num_parallel_calls).batch(batch_size, drop_remainder)
 

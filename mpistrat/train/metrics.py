@@ -1047,8 +1047,9 @@ def get_metric(identifier: str | Callable[..., Any], **settings: Any) -> Metric:
         ValueError: there is no such metric.
 
     Example:
-        >>> ms.train.get_metric("mse").name, ms.train.get_metric("binary_accuracy", threshold=0.3).name
-        ('mean_squared_error', 'binary_accuracy')
+        >>> metric = ms.train.get_metric("binary_accuracy", threshold=0.3)
+        >>> metric.name, ms.train.get_metric("mse").name
+        ('binary_accuracy', 'mean_squared_error')
     """
     if not isinstance(identifier, str):
         return MeanMetricWrapper(identifier, **settings)
