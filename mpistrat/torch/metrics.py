@@ -84,12 +84,9 @@ def _states_of(part: Any) -> list[MetricState]:
     for name, reduction in _reductions(part).items():
         value = getattr(part, name)
         if reduction is dim_zero_cat and isinstance(value, list) and len(value) > 1:
-            value = [dim_zero_cat(value)]
-        states.append(
-            MetricState(
-                nest.map_structure(_array, value), reduction is dim_zero_sum and isinstance(value, torch.Tensor)
-            )
-        )
+            value = [torch.cat([item if item.ndim else item[None] for item in value])]
+        adds = reduction is dim_zero_sum and isinstance(value, torch.Tensor)
+        states.append(MetricState(nest.map_structure(_array, value), adds))
     return states
 
 

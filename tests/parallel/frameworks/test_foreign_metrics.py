@@ -74,6 +74,24 @@ def largest(reduction):
     return Largest()
 
 
+def last():
+    import torch
+    import torchmetrics
+
+    class Last(torchmetrics.Metric):
+        def __init__(self):
+            super().__init__()
+            self.add_state("value", torch.tensor(0.0), dist_reduce_fx="mean")
+
+        def update(self, p, y):
+            self.value = p.mean()
+
+        def compute(self):
+            return self.value
+
+    return Last()
+
+
 def update(metric, share):
     import torch
 
@@ -110,6 +128,9 @@ def test_torchmetrics_combine_by_what_they_declare():
                 update(metric, share)
                 found = ms.train.results([metric], strategy)
                 assert found == {"Largest": pytest.approx(p.max() + (p * (y + 1)).sum(), rel=1e-6)}
+        metric = last()
+        update(metric, share)  # only the last rank has rows: the others do not count in a mean
+        assert ms.train.results([metric], strategy) == {"Last": pytest.approx(p[-(ROWS % BATCH) :].mean())}
         mine.reset()
         with strategy.scope():
             assert ms.train.results([largest("max")]) == {"Largest": -np.inf}
