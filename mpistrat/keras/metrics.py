@@ -53,8 +53,8 @@ class KerasMetric:
                 if found:
                     _assign([variable], [_combined(self.name, variable, found)])
             value = self._metric.result()
-            found = value if isinstance(value, dict) else {self.name: value}
-            arrays = {name: np.array(keras.ops.convert_to_numpy(one)) for name, one in found.items()}
+            by_name = value if isinstance(value, dict) else {self.name: value}
+            arrays = {name: np.array(keras.ops.convert_to_numpy(one)) for name, one in by_name.items()}
         finally:
             _assign(variables, mine)
         return {name: array if array.ndim else array.item() for name, array in arrays.items()}

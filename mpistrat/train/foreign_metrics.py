@@ -219,11 +219,11 @@ def load_notes(metrics: Sequence[ForeignMetric], notes: Sequence[Sequence[Any]],
 
 
 def _encoded(states: _States) -> list[Any]:
-    return [part and [[_text(state.value), state.adds] for state in part] for part in states]
+    return [None if part is None else [[_text(state.value), state.adds] for state in part] for part in states]
 
 
 def _decoded(states: Sequence[Any]) -> _States:
-    return [part and [MetricState(_value(value), adds) for value, adds in part] for part in states]
+    return [None if part is None else [MetricState(_value(value), adds) for value, adds in part] for part in states]
 
 
 def _text(value: Any) -> Any:
