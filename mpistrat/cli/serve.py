@@ -43,10 +43,12 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
             complain(explain("mpistrat serve", "", expected=expected, got=got, remedy=remedy))
         return WRONG_USE
     from ..parameter_server.strategy import ParameterServerStrategy
-    from ..remote.client import serve
     from ..remote.coordinator import ClusterCoordinator
+    from ..remote.output import forward_output
+    from ..remote.service import serve
     from ..remote.zmq import ServerSocket
 
+    forward_output()
     with ParameterServerStrategy(num_ps=args.ps) as strategy, ClusterCoordinator(strategy) as coordinator:
         if coordinator.is_chief:
             door = ServerSocket(args.file, args.host)

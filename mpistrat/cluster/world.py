@@ -32,7 +32,7 @@ from .start import running
 
 __all__ = [
     "UNSAFE", "agree", "communicator_of", "highest", "is_loss", "loses_ranks", "ranks_of_colors", "revoke", "shrink", "survives",
-    "track", "unsafe_collectives", "untrack", "world",
+    "track", "unsafe_collectives", "untrack", "use", "world",
 ]  # fmt: skip
 
 UNSAFE = ("han", "hcoll", "portals4")  # Open MPI's collective components that miss failures, or crash on them
@@ -55,6 +55,12 @@ def world(mpi: Any) -> Any:
         return _world
     text = Environment.read().colors
     return _of_color(mpi, text) if text else mpi.COMM_WORLD
+
+
+def use(comm: Any) -> None:
+    """Set the communicator of the job's ranks; None for the original one."""
+    global _world
+    _world = comm
 
 
 @functools.cache

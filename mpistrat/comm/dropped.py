@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Protocol, final
 
 from ..base.agree import Exchange, gather_text
+from ..base.errors import MpistratError
 from ..cluster.topology import Topology
 
 __all__ = ["DROPPED", "Dropped", "collect_cycles", "dropped_by_all"]
@@ -45,7 +46,7 @@ class _DroppedGroup(Protocol):
     def healthy(self) -> bool: ...
     def close(self) -> None: ...
     def leave(self) -> None: ...
-    def abandon(self) -> None: ...
+    def abandon(self, error: MpistratError | None = None) -> None: ...
 
 
 @final

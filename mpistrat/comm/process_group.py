@@ -8,7 +8,7 @@ import functools
 import os
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal, Protocol, TypeVar, final
@@ -17,7 +17,7 @@ import numpy as np
 
 from ..base import agree, log
 from ..base.environment import Environment
-from ..base.errors import ClosedError, CollectiveMismatchError, RanksLostError, by_rank, explain
+from ..base.errors import ClosedError, CollectiveMismatchError, MpistratError, RanksLostError, by_rank, explain
 from ..cluster.forks import is_child
 from ..cluster.topology import Topology, room_for_communicators
 from ..cluster.world import is_loss, survives
@@ -31,7 +31,7 @@ from .monitor.survey import Nodes
 from .node import Node
 from .recorder import RECORDER
 
-__all__ = ["Attachment", "ProcessGroup", "abandon"]
+__all__ = ["Attachment", "ProcessGroup", "abandon", "open_groups"]
 
 R = TypeVar("R")
 _CHUNK = 1 << 30  # bytes in one MPI call: Open MPI rejects counts of 2^31
@@ -410,11 +410,11 @@ class ProcessGroup:
         if not is_finalizing():  # `sys` may be None by then
             self.drop()
 
-    def abandon(self) -> None:
-        """Make every later collective raise RanksLostError, and free nothing. Local; for `ms.survive`."""
+    def abandon(self, error: MpistratError | None = None) -> None:
+        """Make every later collective raise an error, default RanksLostError, and free nothing. Local."""
         self.closed = True
         _groups.discard(self)
-        self.monitor.refusal = RanksLostError(no_more_use("ranks were lost"))
+        self.monitor.refusal = error or RanksLostError(no_more_use("ranks were lost"))
         Watchdog.remove(self.monitor)
         attached, self._attached = self._attached, []
         for attachment in attached:
@@ -467,10 +467,20 @@ def _mpi_ended() -> bool:
     return MPI.Is_finalized()
 
 
-def abandon() -> None:
-    """Abandon all groups of this process after a loss of ranks: shared resources are freed with their last user."""
-    for group in [*_groups, *DROPPED.groups.values()]:
-        group.abandon()
+def open_groups() -> set[Any]:
+    """Return the groups of this process that are not closed, dropped ones too."""
+    return {*_groups, *DROPPED.groups.values()}
+
+
+def abandon(kept: Collection[Any] = (), error: MpistratError | None = None) -> None:
+    """Abandon all groups of this process but some, after a loss of ranks: shared resources are freed with their last user.
+
+    Args:
+        kept: groups that ranks still use.
+        error: raised by later collectives; default RanksLostError.
+    """
+    for group in open_groups().difference(kept):
+        group.abandon(error)
 
 
 _groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()  # not closed

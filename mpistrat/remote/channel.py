@@ -14,6 +14,11 @@ Between the chief and the serving ranks, over MPI:
 | RETURNED | worker | of the call | 0 | none: not started, because the previous call takes long |
 | END | chief | 0 | 1 if the chief leaves the program | none |
 | BYE | worker loop | 0 | 0 | none: it has received END, and sends no more messages |
+| PROGRAM | chief | 0 | 0 | a client's program (`program.py`), which every rank runs |
+| OUTPUT | worker loop | 1 stdout, 2 stderr | 0 | printed text |
+| STOP | chief | 0 | 0 | none: stop the program |
+| ENDED | worker loop | 0 | RESULT, FAILED, or CANCEL if it was stopped | the return value, or (exception or None, text) |
+| OVER | chief | 0 | 1 if it has returned on all ranks | none: it has ended on all ranks |
 
 A worker stores its answers until the chief has them. If a call arrives again, it sends the stored answer without running it
 again.
@@ -33,6 +38,9 @@ Between a client and the chief, over ZeroMQ, the number is that of a value:
 | RESULT | chief | the value |
 | FORGET | client | numbers of values that are no longer used |
 | CANCEL | client | none: cancel the waiting functions |
+| PROGRAM | client | a program for all ranks; RESULT or FAILED answers |
+| OUTPUT | chief | text that a rank has printed; the number is 1 for stdout, 2 for stderr |
+| STOP | client | none: stop the program |
 | ALIVE | chief | none |
 | LEAVE | client | none: the client ends |
 | END | client | none: the job must end |
@@ -75,12 +83,17 @@ class Kind(enum.IntEnum):
     COMMAND = 9
     BYE = 10
     RETURNED = 11
+    PROGRAM = 12
+    OUTPUT = 13
+    STOP = 14
+    ENDED = 15
     WELCOME = 16
     REFUSED = 17
     DONE = 18
     FAILED = 19
     RESULT = 20
     ALIVE = 21
+    OVER = 22
 
 
 class Message(NamedTuple):
@@ -109,6 +122,9 @@ class Channel(Protocol):
 
     def poll(self, seconds: float = 0.0) -> list[Message]:
         """Return messages that have arrived; wait for the first for at most `seconds`."""
+
+    def close(self) -> None:
+        """Disconnect."""
 
 
 _WORD: Final = 8

@@ -1,4 +1,4 @@
-"""Clients: `ms.connect` to a serving job, and the chief's side, which holds the values that the client creates."""
+"""Clients: `ms.connect` to a serving job. `service.py` has the job's side."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import getpass
 import os
 import socket
+import sys
 import threading
 import weakref
 from collections import deque
@@ -13,192 +14,25 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import monotonic, sleep
 from types import TracebackType
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, TypeVar, final
 
-from ..base import log
 from ..base.errors import ClosedError, ClusterError, explain
 from ..base.text import encoded
-from ..variables import ShardedVariable, Variable
-from .channel import Channel, Kind, Message
-from .coordinator import ClusterCoordinator
-from .registry import Reduced, dumps, dumps_error, dumps_result, loads, loads_error, plain, text_of_failure, token
+from .channel import Kind, Message
+from .program import LIMIT, pack_program
+from .registry import Reduced, dumps, loads, loads_error, token
 from .scheduler import Call, ClosureCancelledError, FunctionScheduler, RemoteValue, RemoteValueStatus, Stub
+from .service import COORDINATOR
 from .zmq import JOB, ClientSocket
 
 __all__ = [
     "RemoteCluster",
     "connect",
-    "serve",
 ]
 
 
-COORDINATOR = 0  # the number of the coordinator among a session's objects
-_IDLE, _BUSY = 0.2, 0.002  # seconds to wait for a message while idle, and while functions run
-_ERROR = 1 << 24  # bytes of an error that is sent whole; of a larger one only the end of its text
-_LOOK = 2.0  # seconds between two checks of the client
-
-
-def serve(coordinator: ClusterCoordinator, channel: Channel) -> None:
-    """Serve one client after the other until one ends the job. For the chief.
-
-    When a client leaves or disappears, its waiting functions are cancelled; variables and optimizers stay.
-
-    Raises:
-        PeerExitError: all workers have left the program.
-    """
-    session: _Session | None = None
-    late: deque[Message] = deque()  # of new clients; earlier messages may end the current session
-    look = 0.0
-    while True:
-        messages = channel.poll(0 if late else _BUSY if session is not None and session.waits else _IDLE)
-        if late and not messages:
-            session = _begin(coordinator, channel, session, late.popleft())
-        for message in messages:
-            if session is None or message.peer != session.client:
-                late.append(message)
-            elif message.kind == Kind.END:
-                session.leave()
-                return
-            elif message.kind == Kind.LEAVE:
-                session.leave()
-                session = None
-            else:
-                session.take(message)
-        if session is not None:
-            session.tell()
-            if monotonic() > look:
-                look = monotonic() + _LOOK
-                if not channel.send(session.client, Kind.ALIVE):
-                    log.logger.warning(
-                        "mpistrat serve: the client %s is gone; its waiting functions are cancelled", session.who
-                    )
-                    session.leave()
-                    session = None
-        coordinator.done()  # drives running functions, if MPI allows no thread for that
-        coordinator.require_workers()
-
-
-def _begin(
-    coordinator: ClusterCoordinator, channel: Channel, session: _Session | None, message: Message
-) -> _Session | None:
-    """Accept a new client, unless there is one."""
-    if message.kind != Kind.HELLO:
-        channel.send(message.peer, Kind.REFUSED, 0, b"this client's session has ended")
-    elif session is not None and channel.send(session.client, Kind.ALIVE):
-        channel.send(message.peer, Kind.REFUSED, 0, encoded(f"the job serves another client, {session.who}"))
-    else:
-        if session is not None:
-            session.leave()
-        who = message.payload.decode(errors="replace")
-        log.logger.info("mpistrat serve: %s", who)
-        session = _Session(coordinator, channel, message.peer, who)
-        channel.send(message.peer, Kind.WELCOME, coordinator.num_workers)
-    return session
-
-
-@final
-class _Session:
-    """A client's objects in the job.
-
-    Attributes:
-        client: the peer.
-        who: its description for people.
-    """
-
-    def __init__(self, coordinator: ClusterCoordinator, channel: Channel, client: bytes, who: str) -> None:
-        self.client, self.who = client, who
-        self._coordinator, self._channel = coordinator, channel
-        self._things: dict[int, Any] = {COORDINATOR: coordinator}  # by the client's numbers; RemoteValues of functions
-        self._waiting: dict[RemoteValue, int] = {}
-        self._ended: deque[RemoteValue] = deque()  # filled by the coordinator's thread
-        self._does: dict[int, Callable[[Message], None]] = {
-            Kind.SCHEDULE: self._schedule,
-            Kind.CALL: self._call,
-            Kind.FETCH: self._fetch,
-            Kind.FORGET: self._forget,
-            Kind.CANCEL: lambda _: coordinator.cancel(),
-        }
-
-    @property
-    def waits(self) -> bool:
-        """True while functions run or wait."""
-        return bool(self._waiting)
-
-    def take(self, message: Message) -> None:
-        """Handle a client's message."""
-        act = self._does.get(message.kind)
-        try:
-            if act is None:
-                got = f"a message of kind {message.kind}"
-                raise ValueError(explain("mpistrat serve", "", expected="a known kind of message", got=got))
-            act(message)
-        except BaseException as error:  # also SystemExit: a client ends the job only by shutdown()
-            text = text_of_failure(error, f"the chief (rank {self._coordinator.strategy.rank})")
-            self._fail(message.number, error, text)
-
-    def tell(self) -> None:
-        """Report the functions that have ended to the client."""
-        while self._ended:
-            value = self._ended.popleft()
-            number = self._waiting.pop(value, None)
-            if number is None:
-                continue
-            if value.status is RemoteValueStatus.READY:
-                self._send(Kind.DONE, number)
-                continue
-            try:
-                value.get()
-            except BaseException as error:
-                if not isinstance(error, ClosureCancelledError):
-                    self._coordinator.cancel()  # like the coordinator for functions of its own program
-                self._fail(number, error, str(error if error.__cause__ is None else error.__cause__))
-
-    def leave(self) -> None:
-        """Cancel waiting functions, and release all objects."""
-        self._coordinator.cancel()
-        self._waiting.clear()
-        self._things.clear()
-
-    def _schedule(self, message: Message) -> None:
-        fn, args, kwargs, worker, priority = loads(message.payload, self._resolve)
-        value = self._coordinator.submit(
-            fn, args, kwargs, worker=worker, priority=priority, callback=self._ended.append
-        )
-        self._things[message.number] = value
-        self._waiting[value] = message.number
-
-    def _call(self, message: Message) -> None:
-        fn, args, kwargs = loads(message.payload, self._resolve)
-        with self._coordinator.strategy.scope():
-            self._things[message.number] = fn(*args, **kwargs)
-        self._send(Kind.DONE, message.number)
-
-    def _fetch(self, message: Message) -> None:
-        thing = self._things[loads(message.payload, self._resolve)]
-        value = self._coordinator.fetch(thing)
-        self._send(Kind.RESULT, message.number, dumps_result(value, _reduce))
-
-    def _forget(self, message: Message) -> None:
-        for number in loads(message.payload, self._resolve):
-            self._things.pop(number, None)
-
-    def _resolve(self, kind: str, key: int) -> Any:
-        if key not in self._things:
-            raise ClosedError("a value of an earlier session, or of a function that was not called")
-        return self._things[key]
-
-    def _fail(self, number: int, error: BaseException, text: str) -> None:
-        self._send(Kind.FAILED, number, dumps_error(error, text[-_ERROR:], _reduce, self._resolve, _ERROR))
-
-    def _send(self, kind: Kind, number: int, payload: bytes = b"") -> None:
-        self._channel.send(self.client, kind, number, payload)
-
-
-def _reduce(thing: Any) -> Reduced | None:
-    """Return a variable's value to send in its place."""
-    return plain(thing.numpy()) if isinstance(thing, (Variable, ShardedVariable)) else None
-
-
+T = TypeVar("T")
+_ANSWER = 5.0  # seconds in which the job reports that a stopped program has ended
 _PATIENCE = 0.05  # seconds for which a waiting thread holds the connection
 _PAUSE = 0.001  # seconds for which it then leaves it to others
 
@@ -283,6 +117,64 @@ class RemoteCluster(FunctionScheduler):
             made = self._send(Kind.CALL, fn, args, kwargs)
         self._settled(made, None)
         return made
+
+    def run(
+        self,
+        program: Callable[..., T],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        strategy: Callable[[], Any] | None = None,
+    ) -> list[T]:
+        """Call a function on all ranks of the job together, as a launcher would start it there; return the results by rank.
+
+        So it can train synchronously: all ranks are in it, the chief and the servers too. It creates its own strategy, variables
+        and datasets. What the ranks print and log is printed here meanwhile. Ctrl-C stops it on all ranks, and so does an error
+        of one rank; then the ranks wait for the next call. If it does not stop within 10 s, as in a blocking call of MPI, the
+        job ends. Functions that were scheduled before are finished first.
+
+        Args:
+            program: the function. One of the main program is sent by value, one of a module by its name.
+            args, kwargs: its arguments, without RemoteValues.
+            strategy: creates the strategy in whose scope the function is called, such as `ms.MultiWorkerMirroredStrategy`; it is
+                closed afterwards. Default none: the function creates its own, or none.
+
+        Raises:
+            Exception: that of the first rank that failed; its cause names the rank, and has its traceback there.
+            ClosedError: the job has ended, as when one of its ranks dies.
+            TypeError: the function, an argument or a result cannot be pickled.
+
+        Source: the standalone client mode of TensorFlow's distribute coordinator, with a synchronous strategy.
+
+        Example:
+            >>> def train():  # doctest: +SKIP
+            ...     return float(ms.get_strategy().reduce("SUM", 1.0))
+            >>> cluster.run(train, strategy=ms.MultiWorkerMirroredStrategy)  # doctest: +SKIP
+            [4.0, 4.0, 4.0, 4.0]
+        """
+        if strategy is not None and not callable(strategy):
+            remedy = "Pass its class, or a function without arguments"
+            expected, got = "a function that creates the strategy on each rank", f"a {type(strategy).__name__}"
+            raise TypeError(explain("run", "strategy", expected=expected, got=got, remedy=remedy))
+        self.join()
+        shown = [stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr)]
+        payload = pack_program(program, args, kwargs, strategy, shown)
+        with self._lock:
+            made = self._request(Kind.PROGRAM, payload)
+        try:
+            self._settled(made, None)
+        except KeyboardInterrupt:
+            with self._lock:
+                self._open().send(JOB, Kind.STOP)
+            try:
+                self._settled(made, LIMIT + _ANSWER)
+            except ClosureCancelledError:
+                pass
+            except Exception as error:  # it failed before, or continues
+                raise KeyboardInterrupt from error
+            raise
+        results = made._result(lambda data: loads(data, _stays))
+        return [loads(data, _stays) for data in results]
 
     def join(self) -> None:
         """Wait until all scheduled functions have run. Ctrl-C cancels the waiting ones.
@@ -407,6 +299,9 @@ class RemoteCluster(FunctionScheduler):
         elif message.kind == Kind.REFUSED:
             got = message.payload.decode(errors="replace")
             raise ClusterError(explain("connect", "", expected="a job that is free", got=got))
+        elif message.kind == Kind.OUTPUT:
+            stream = sys.stderr if message.number == 2 else sys.stdout
+            print(message.payload.decode(errors="replace"), end="", file=stream, flush=True)
         elif message.kind in (Kind.DONE, Kind.RESULT, Kind.FAILED):
             self._finish(message)
 

@@ -26,6 +26,7 @@ from ..strategy.assemble import PARAMETER_SERVER
 from ..strategy.extended import Coordination
 from .channel import MpiChannel
 from .dispatcher import Dispatcher
+from .program import ProgramWorld
 from .registry import ObjectRegistry, dumps, loads
 from .worker import Commands, WorkerLoop, command_of, get_current_worker_index
 
@@ -59,6 +60,7 @@ class Cluster(Coordination):
         dispatcher: on the chief.
         loop: on all others.
         registry: the objects of tokens on this rank.
+        world: of clients' programs.
 
     Raises:
         MissingDependencyError: cloudpickle is not installed.
@@ -76,6 +78,7 @@ class Cluster(Coordination):
         self._flush: Callable[[], None] = led.flush
         with group.collective("ClusterCoordinator"):
             self._comm: Any = group.topology.comm.Dup()
+        self.world = ProgramWorld(self._comm)
         channel, rank = MpiChannel(self._comm), group.topology.rank
         if rank == self.chief:
             others = [*self.workers, *roles[1]]
@@ -86,7 +89,9 @@ class Cluster(Coordination):
         else:
             index = self.workers.index(rank) if rank in self.workers else -1
             execute = Commands(strategy).execute
-            self.loop = WorkerLoop(group, channel, self.chief, index, self.registry, self._alone, execute, self._flush)
+            self.loop = WorkerLoop(
+                group, channel, self.chief, index, self.registry, self._alone, execute, self._flush, self.world
+            )
             group.contacts.add(self.chief)
         self._group, self._servers = group, roles[1]
         group.attach(self)
@@ -183,7 +188,7 @@ class Cluster(Coordination):
         if there:
             remedy = (
                 "In a function one rank acts: use the coordinator's strategy, ms.get_strategy(). A strategy of all ranks "
-                "is created by a program that all ranks run"
+                "is created by a program that all ranks run; a client starts one by run()"
             )
             expected = "ranks that all run this program"
             got = f"{named('rank', there)} of it in the coordinator's service"
@@ -216,6 +221,7 @@ class Cluster(Coordination):
         remove_check(self._check_rendezvous)
         if comm is not None:
             self._strategy.extended.coordinate(Coordination())
+            self.world.free()
             comm.Free()
 
     def close(self) -> None:

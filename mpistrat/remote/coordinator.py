@@ -18,6 +18,7 @@ from ..cluster.forks import is_child, refusal
 from ..lookup import StaticHashTable
 from .cluster import Cluster, check_workers
 from .dispatcher import FIRST, Closure, Dispatcher
+from .program import ProgramLeader
 from .registry import dumps
 from .scheduler import Call, FunctionScheduler, PerWorkerValues, RemoteValue, Stub, same
 
@@ -236,6 +237,14 @@ class ClusterCoordinator(FunctionScheduler):
     def done(self) -> bool:
         """Return True if all scheduled functions have run. For the chief."""
         return self._dispatcher("done").done()
+
+    def lead(self, program: bytes) -> ProgramLeader:
+        """Return a client's program, for all ranks. For the chief.
+
+        Raises:
+            ContextError: MPI was started without THREAD_MULTIPLE.
+        """
+        return ProgramLeader(self._dispatcher("run"), self._cluster.world, self._cluster.chief, program)
 
     def require_workers(self) -> None:
         """Raise PeerExitError if all workers have left the program. For the chief."""

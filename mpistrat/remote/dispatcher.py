@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import monotonic
@@ -173,6 +174,7 @@ class Dispatcher:
         self._cancelled, self._cancel_everything = 0, False  # the number of the last closure at the last cancellation
         self._why_cancelled: BaseException = ClosureCancelledError("")
         self._finished: list[Closure] = []  # with callbacks to call
+        self._messages = deque[Message]()  # of a client's program
         self._next_check = 0.0
         self.threaded = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
         self._thread: threading.Thread | None = None
@@ -210,9 +212,11 @@ class Dispatcher:
         return [worker.index for worker in self._alive.values()]
 
     def idle(self) -> list[int]:
-        """Return the serving ranks that run no function."""
+        """Return the serving ranks that run no function, and no client's program."""
         self.progress()
         with self.lock:
+            if self._held:
+                return []
             return sorted(self._serving & self.listeners - {worker.rank for worker in self._workers if worker.calls})
 
     def join(self) -> None:
@@ -250,8 +254,8 @@ class Dispatcher:
 
         It waits for running closures; queued ones run afterwards.
         """
-        with self._held_back():
-            self._tell(self.listeners, Kind.COMMAND, 0, data)
+        with self.held_back():
+            self.send(self.listeners, Kind.COMMAND, data)
 
     def cancel(self, why: str) -> None:
         """Cancel waiting closures."""
@@ -267,9 +271,9 @@ class Dispatcher:
         Raises:
             CollectiveTimeoutError: a rank does not serve.
         """
-        with self._held_back():
+        with self.held_back():
             leaving = self.listeners.intersection(ranks)
-            self._tell(leaving, Kind.END)
+            self.send(leaving, Kind.END)
             limit = self._group.environment.abort_after
             if not self.drive(lambda: not leaving & self.listeners, limit):
                 late = sorted(leaving & self.listeners)
@@ -281,7 +285,7 @@ class Dispatcher:
     def leave(self) -> None:
         """Release the others at the end of the program, without waiting for them."""
         self.stop()
-        self._tell(self.listeners, Kind.END, 1)
+        self.send(self.listeners, Kind.END, extra=1)
 
     def abandon(self) -> None:
         """Ask the thread to end."""
@@ -295,22 +299,33 @@ class Dispatcher:
             self._thread.join()
 
     @contextlib.contextmanager
-    def _held_back(self) -> Iterator[None]:
-        """Stop new functions in this context, at whose end its messages have left."""
+    def held_back(self) -> Iterator[None]:
+        """Start no functions in this context, which waits for running ones; at its end its messages have left."""
         with self.lock:
             self._held += 1
         try:
             self.drive(lambda: not self._running())
             yield
-            self.drive(lambda: not self._channel.sending())
+            self.drive(lambda: not self.sending())
         finally:
             with self.lock:
                 self._held -= 1
 
-    def _tell(self, ranks: Iterable[int], kind: Kind, extra: int = 0, data: bytes = b"") -> None:
+    def send(self, ranks: Iterable[int], kind: Kind, data: bytes = b"", extra: int = 0) -> None:
+        """Send a message to ranks."""
         with self.lock:
             for rank in sorted(ranks):
                 self._channel.send(rank, kind, 0, data, extra)
+
+    def sending(self) -> bool:
+        """Return True if a message has not left yet."""
+        return self._channel.sending()
+
+    def take_messages(self) -> list[Message]:
+        """Return the messages about a client's program that have arrived since the last call."""
+        with self.lock:
+            taken, self._messages = list(self._messages), deque()
+        return taken
 
     # driving
 
@@ -417,7 +432,9 @@ class Dispatcher:
             worker = self._alive.get(message.peer)
             if message.kind == Kind.HELLO:
                 self._serving.add(message.peer)
-            if message.kind == Kind.BYE:
+            if message.kind in (Kind.OUTPUT, Kind.ENDED):
+                self._messages.append(message)
+            elif message.kind == Kind.BYE:
                 self.listeners.discard(message.peer)
             elif worker is not None:
                 worker.serves = True

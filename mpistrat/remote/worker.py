@@ -15,7 +15,7 @@ import numpy as np
 from ..arena.values import initial_array, parse_dtype
 from ..base import log
 from ..base.errors import ContextError, PeerExitError, explain
-from ..base.text import error_text
+from ..base.text import encoded, error_text
 from ..base.waiting import Backoff, Deadline, PeerWait
 from ..cluster.world import is_loss
 from ..comm.process_group import ProcessGroup
@@ -25,6 +25,7 @@ from ..strategy.show_config import show_config
 from ..variables import create_variable
 from ..variables.variable import value_for_file
 from .channel import Kind, Message, MpiChannel, unpack_call
+from .program import Program, ProgramWorld
 from .registry import ObjectRegistry, dumps_error, dumps_result, loads, text_of_failure
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ __all__ = ["WorkerLoop", "Commands", "get_current_worker_index", "command_of"]
 
 _GRACE = 1.0  # seconds in which the final message of a chief that left may still arrive
 _LONG = 0.02  # seconds that a function may run before waiting calls are returned
+_ATTENTION = 0.02  # seconds between two looks for messages while a client's program runs
 _running: WorkerLoop | None = None
 
 
@@ -65,6 +67,7 @@ class WorkerLoop:
         scope: creates the context in which functions run.
         execute: executes a command, a collective call of all ranks.
         flush: waits until this rank's writes to variables are applied.
+        world: of clients' programs.
     """
 
     def __init__(
@@ -77,10 +80,12 @@ class WorkerLoop:
         scope: Callable[[], Any],
         execute: Callable[[str, tuple[Any, ...]], None],
         flush: Callable[[], None],
+        world: ProgramWorld,
     ) -> None:
         self.index = index
         self._group, self._channel, self._chief = group, channel, chief
         self._registry, self._scope, self._execute, self._flush = registry, scope, execute, flush
+        self._world = world
         self._answers: dict[int, tuple[Kind, int, bytes]] = {}
         self._forgotten = 0
         self._inbox: list[Message] = []
@@ -180,6 +185,8 @@ class WorkerLoop:
     def _handle(self, message: Message) -> None:
         if message.kind == Kind.COMMAND:
             self._execute(*loads(message.payload, self._registry.resolve))
+        elif message.kind == Kind.PROGRAM:
+            self._run_program(message.payload)
         elif message.kind == Kind.CALL:
             self._forget(message.extra)
             if message.number <= self._forgotten:
@@ -191,6 +198,52 @@ class WorkerLoop:
                 self._busy = False
                 self._channel.send(self._chief, kind, message.number, data, microseconds)
             self._finish_sending()
+
+    def _run_program(self, payload: bytes) -> None:
+        """Run a client's program with the other ranks; return once it has ended on all of them."""
+        topology = self._group.topology
+        program, ended = Program(payload, f"rank {topology.rank} of {topology.size}"), threading.Event()
+        self._world.enter()
+        helper = threading.Thread(target=self._attend, args=(program, ended), name="mpistrat-program", daemon=True)
+        helper.start()
+        try:
+            kind, data = program.run()
+        finally:
+            ended.set()
+            helper.join()
+        with self._lock:
+            self._send_output(program)
+            self._channel.send(self._chief, Kind.ENDED, 0, data, kind)
+        self._finish_sending()
+        clean = bool(self._wait_for(Kind.OVER).extra)
+        program.finish(clean)
+        self._world.leave(clean)
+
+    def _attend(self, program: Program, ended: threading.Event) -> None:
+        """Send a running program's output, and stop it if the chief says so."""
+        while not ended.wait(_ATTENTION):
+            with self._lock:
+                self._inbox += self._channel.poll()
+                stop = any(message.kind == Kind.STOP for message in self._inbox)
+                self._send_output(program)
+            if stop:
+                program.stop()
+
+    def _send_output(self, program: Program) -> None:
+        for number, text in program.take_output():
+            self._channel.send(self._chief, Kind.OUTPUT, number, encoded(text))
+
+    def _wait_for(self, kind: Kind) -> Message:
+        """Return the next message of a kind; drop others, which were for the program."""
+        waiting = self._wait_for_chief()
+        while True:
+            with self._lock:
+                messages, self._inbox = self._inbox + self._channel.poll(), []
+            for at, message in enumerate(messages):
+                if message.kind == kind:
+                    self._inbox = messages[at + 1 :]
+                    return message
+            waiting.pause()
 
     def _forget(self, number: int) -> None:
         if number > self._forgotten:

@@ -179,7 +179,7 @@ class Door:
         return []
 
 if c.is_chief:
-    from mpistrat.remote.client import serve
+    from mpistrat.remote.service import serve
     try:
         serve(c, Door())
     except ms.errors.PeerExitError as error:

@@ -14,7 +14,7 @@ import mpistrat as ms
 from mpistrat.remote import client
 from mpistrat.remote import zmq as transport
 from mpistrat.remote.channel import Kind
-from mpistrat.remote.client import serve
+from mpistrat.remote.service import serve
 from mpistrat.remote.zmq import JOB, ClientSocket, ServerSocket, read_connection_file
 
 pytest.importorskip("zmq")
