@@ -166,7 +166,10 @@ def _put(placement: Any, leaf: Any, name: str, mean: bool, layout: Sequence[str 
     if not is_array(leaf):
         return leaf
     if is_parameter(leaf):
-        return JaxLink(name, Variable(np.asarray(leaf), name=name, layout=layout), mean).make()
+        link = JaxLink(name, Variable(np.asarray(leaf), name=name, layout=layout), mean)
+        array = link.make()
+        placement.strategy.extended.models.add(array, link.make)
+        return array
     value, group = np.array(leaf), placement.creators
     with group.collective(_FUNCTION, name, value.dtype.name, value.shape):
         group.broadcast(value)

@@ -165,6 +165,7 @@ def distribute(model: M) -> M:
         check_framework(backend, "jax", jax.__version__, "0.6", "older versions have no buffer_callback")
     given.__class__ = subclass(type(given), DistributedModel)
     vars(given)["mpistrat"] = ModelLink(context.get_strategy())
+    context.get_strategy().extended.models.add(given)
     guard(given)
     if given.compiled:
         given.distribute_compiled()

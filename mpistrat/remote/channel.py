@@ -7,7 +7,9 @@ Between the chief and the serving ranks, over MPI:
 | kind | from | number | extra | payload |
 |---|---|---|---|---|
 | HELLO | worker loop | 0 | 1 if it can return calls | none: it serves |
-| CALL | chief | of the call among this worker's | number up to which answers have arrived | inputs and function (`pack_call`) |
+| FUNCTION | chief | of the function among this worker's | 0 | the function, for later calls |
+| FORGET | chief | of the function | 0 | none: no later call needs it |
+| CALL | chief | of the call among this worker's | number up to which answers have arrived | inputs and call (`pack_call`) |
 | COMMAND | chief | 0 | 0 | name and arguments of a collective call |
 | RESULT | worker | of the call | its duration in microseconds | the function's return value |
 | FAILED | worker | of the call | microseconds | (exception or None, text) |
@@ -94,6 +96,7 @@ class Kind(enum.IntEnum):
     RESULT = 20
     ALIVE = 21
     OVER = 22
+    FUNCTION = 23
 
 
 class Message(NamedTuple):
@@ -130,35 +133,36 @@ class Channel(Protocol):
 _WORD: Final = 8
 
 
-def pack_call(inputs: Sequence[tuple[int, bytes]], data: bytes) -> bytes:
+def pack_call(inputs: Sequence[tuple[int, bytes]], data: bytes, function: int = 0) -> bytes:
     """Return the payload of a call.
 
     Args:
         inputs: the number and the bytes of each value that the function needs.
-        data: function and arguments.
+        data: the arguments; the function too if its number is 0.
+        function: its number on the worker.
 
     Example:
-        >>> values, data = unpack_call(pack_call([(7, b"seven")], b"call"))
-        >>> {number: bytes(value) for number, value in values.items()}, bytes(data)
-        ({7: b'seven'}, b'call')
+        >>> function, values, data = unpack_call(pack_call([(7, b"seven")], b"call", 3))
+        >>> function, {number: bytes(value) for number, value in values.items()}, bytes(data)
+        (3, {7: b'seven'}, b'call')
     """
-    table = [len(inputs)]
+    table = [function, len(inputs)]
     for number, value in inputs:
         table += [number, len(value)]
     return b"".join([np.array(table, np.int64).tobytes(), *(value for _, value in inputs), data])
 
 
-def unpack_call(payload: bytes) -> tuple[dict[int, memoryview], memoryview]:
-    """Return the arguments of `pack_call`."""
+def unpack_call(payload: bytes) -> tuple[int, dict[int, memoryview], memoryview]:
+    """Return the number of the function, the inputs and the data: see `pack_call`."""
     view = memoryview(payload)
-    count = int(np.frombuffer(payload, np.int64, 1)[0])
-    table = np.frombuffer(payload, np.int64, 2 * count, _WORD).tolist()
-    at = _WORD * (1 + 2 * count)
+    function, count = np.frombuffer(payload, np.int64, 2).tolist()
+    table = np.frombuffer(payload, np.int64, 2 * count, 2 * _WORD).tolist()
+    at = _WORD * (2 + 2 * count)
     inputs = {}
     for number, nbytes in zip(table[::2], table[1::2], strict=True):
         inputs[number] = view[at : at + nbytes]
         at += nbytes
-    return inputs, view[at:]
+    return function, inputs, view[at:]
 
 
 FIRST = 1 << 16  # bytes of the payload that are sent with the head

@@ -142,9 +142,11 @@ class ClusterCoordinator(FunctionScheduler):
                 coordinator.join()
 
     The chief is the strategy's first worker, and runs no functions itself. In a scheduled function, references to the chief's
-    variables, optimizers and strategy become the worker's own. All other objects are sent by cloudpickle, in their state at
-    `schedule`. The return value is sent back. A function runs once, unless its worker leaves the program: then another worker
-    runs it from the start. Most MPIs end the job with any of its ranks, and the package's watchdog reports why.
+    variables, optimizers, distributed models and strategy become the worker's own. All other objects are sent by cloudpickle, in
+    their state at `schedule`. A worker gets equal functions once, so jitted ones compile once; what a function refers to, besides
+    its arguments, keeps its state on a worker between calls. The return value is sent back. A function runs once, unless its
+    worker leaves the program: then another worker runs it from the start. Most MPIs end the job with any of its ranks, and the
+    package's watchdog reports why.
 
     Args:
         strategy: a ParameterServerStrategy with a worker besides the chief.
@@ -169,6 +171,7 @@ class ClusterCoordinator(FunctionScheduler):
         super().__init__()
         self._strategy = strategy
         self._closed = False
+        self._last = b""  # the function that was scheduled last
         self._tables: weakref.WeakKeyDictionary[StaticHashTable, PerWorkerValues] = weakref.WeakKeyDictionary()
         self._new_tables: deque[tuple[int, StaticHashTable]] = deque()  # not sent to workers yet
         self._dropped: deque[int] = deque()  # numbers of unused per-worker values
@@ -366,7 +369,8 @@ class ClusterCoordinator(FunctionScheduler):
         inputs: dict[int, RemoteValue] = {}
         registry.used, registry.kept = [], []
         try:
-            data = dumps((fn, tuple(args), dict(kwargs or {})), registry.reduce_with(inputs), what)
+            function, call = self._packed(fn, what, inputs), (tuple(args), dict(kwargs or {}))
+            data = dumps(call if function else (fn, *call), registry.reduce_with(inputs), what)
         except TypeError as error:
             remedy = "Create objects that cannot be sent on the worker, with create_per_worker_resource"
             expected, got = "a function that can be pickled with all that it refers to", f"{what}: {error}"
@@ -377,8 +381,27 @@ class ClusterCoordinator(FunctionScheduler):
             number, table = self._new_tables.popleft()
             self._make_number(dispatcher, number, StaticHashTable, table.arguments, function, isolated=True)
         return dispatcher.submit(
-            Closure(what, data, RemoteValue(self, next(self._numbers)), tuple(inputs.values()), kept=kept, **how)
+            Closure(
+                what,
+                data,
+                RemoteValue(self, next(self._numbers)),
+                tuple(inputs.values()),
+                kept=kept,
+                function=function,
+                **how,
+            )
         )
+
+    def _packed(self, fn: Any, what: str, inputs: dict[int, RemoteValue]) -> bytes:
+        """Return a function as bytes; none if it refers to values that differ between its calls."""
+        registry = self._cluster.registry
+        registry.varies = False
+        data = dumps(fn, registry.reduce_with(inputs), what)
+        if inputs or registry.varies:
+            return b""
+        if data != self._last:  # many calls of one function share its bytes
+            self._last = data
+        return self._last
 
     def _make_on_workers(self, fn: Callable[..., Any], args: tuple[Any, ...], function: str) -> PerWorkerValues:
         dispatcher = self._dispatcher(function)

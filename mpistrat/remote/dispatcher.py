@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import heapq
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +26,7 @@ __all__ = ["FIRST", "Closure", "ClosureQueue", "Dispatcher"]
 
 FIRST = float("inf")  # the priority of closures that come before all others and are never cancelled
 _AHEAD = 4  # calls on a worker at a time while they are quick and many wait
+_FUNCTIONS = 64  # that a worker stores; more than calls on it at a time
 _MANY = 4  # calls that wait for each worker
 _QUICK = 0.01  # seconds
 _CHECK = 0.05  # seconds between two checks for ranks that left
@@ -37,7 +40,7 @@ class Closure:
 
     Attributes:
         what: its name, for errors.
-        data: function and arguments as bytes.
+        data: its arguments as bytes; the function too if `function` is empty.
         value: the value that it will return.
         inputs: the RemoteValues that it refers to.
         worker: the only worker that may run it, or None.
@@ -48,6 +51,7 @@ class Closure:
         callback: called with the value once it is ready or aborted.
         number: counted from 1 over all submitted closures.
         missing: the number of its inputs that are not ready.
+        function: the function as bytes, which each worker gets once.
     """
 
     what: str
@@ -62,6 +66,7 @@ class Closure:
     callback: Callable[[RemoteValue], None] | None = None
     number: int = 0
     missing: int = 0
+    function: bytes = b""
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -121,11 +126,28 @@ class _ServingWorker:
         self.returns = False  # it returns calls that wait for a long one
         self.since = 0.0  # when the first call was sent
         self.warned = False  # the warning that it does not serve was printed
+        self._functions: dict[
+            bytes, int
+        ] = {}  # functions that it has, by their digests: numbers; the last used one last
+        self._numbers = itertools.count(1)
 
     @property
     def name(self) -> str:
         """Its name for people."""
         return f"worker {self.index} (rank {self.rank})"
+
+    def number_of(self, function: bytes) -> tuple[int, bool, int]:
+        """Return the number of a function on this worker, whether it is new there, and the number that it replaces, or 0."""
+        if not function:
+            return 0, False, 0
+        digest = hashlib.sha256(function).digest()
+        number, new, dropped = self._functions.pop(digest, 0), False, 0
+        if not number:
+            number, new = next(self._numbers), True
+            if len(self._functions) >= _FUNCTIONS:
+                dropped = self._functions.pop(next(iter(self._functions)))
+        self._functions[digest] = number
+        return number, new, dropped
 
     def has_room(self, many: bool) -> bool:
         """Return True if it can get another call: one at a time, unless they are quick and many wait here."""
@@ -424,7 +446,13 @@ class Dispatcher:
         worker.since = worker.since or monotonic()
         worker.calls[worker.sent] = closure
         inputs = [(value._number, value._data or b"") for value in closure.inputs]
-        self._channel.send(worker.rank, Kind.CALL, worker.sent, pack_call(inputs, closure.data), worker.answered)
+        number, new, dropped = worker.number_of(closure.function)
+        if dropped:
+            self._channel.send(worker.rank, Kind.FORGET, dropped)
+        if new:
+            self._channel.send(worker.rank, Kind.FUNCTION, number, closure.function)
+        payload = pack_call(inputs, closure.data, number)
+        self._channel.send(worker.rank, Kind.CALL, worker.sent, payload, worker.answered)
 
     def _receive(self) -> bool:
         messages = self._channel.poll()

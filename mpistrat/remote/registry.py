@@ -56,6 +56,7 @@ class ObjectRegistry:
         resources: on a worker its own per-worker values, by number.
         used: the optimizers in tokens since this was emptied.
         kept: the per-worker values in tokens since this was emptied.
+        varies: True after a token whose object a later call must look up again.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -64,6 +65,7 @@ class ObjectRegistry:
         self.resources: dict[int, Any] = {}
         self.used: list[Optimizer] = []
         self.kept: list[PerWorkerValues] = []
+        self.varies = False
         self._noted: dict[int, str] = {}
         self._inputs: Mapping[int, memoryview] = {}
 
@@ -94,7 +96,12 @@ class ObjectRegistry:
             return token("extended", 0)
         if thing is self.coordinator and thing is not None:
             return token("coordinator", 0)
-        return None
+        models = self._strategy.extended.models
+        number = models.number(thing)
+        if number is None:
+            return None
+        self.varies = self.varies or models.varies(number)
+        return token("model", number)
 
     def reduce_with(self, inputs: dict[int, RemoteValue]) -> Reducer:
         """Return a reducer that also handles RemoteValues, which it records, and tables."""
@@ -148,6 +155,8 @@ class ObjectRegistry:
             return self._resource(key)
         if kind == "optimizer":
             return self._optimizer(key)
+        if kind == "model":
+            return self._model(key)
         known = {
             "registry": self,
             "strategy": self._strategy,
@@ -166,6 +175,16 @@ class ObjectRegistry:
         if found is None:
             remedy = "Run the same program on every rank until the coordinator is created"
             expected, got = "the optimizer that the chief has", f"none with the ordinal {ordinal}"
+            raise RuntimeError(explain("ClusterCoordinator", "", expected=expected, got=got, remedy=remedy))
+        return found
+
+    def _model(self, number: int) -> Any:
+        found = self._strategy.extended.models.find(number)
+        if found is None:
+            remedy = (
+                "Distribute models before the coordinator is created, in a program that every rank runs, and keep them"
+            )
+            expected, got = "the model, or part of one, that the chief has", "none on this rank"
             raise RuntimeError(explain("ClusterCoordinator", "", expected=expected, got=got, remedy=remedy))
         return found
 

@@ -88,6 +88,8 @@ class WorkerLoop:
         self._world = world
         self._answers: dict[int, tuple[Kind, int, bytes]] = {}
         self._forgotten = 0
+        self._functions: dict[int, bytes] = {}  # of the chief, by their numbers, and
+        self._loaded: dict[int, Any] = {}  # those that were called
         self._inbox: list[Message] = []
         self._lock = threading.Lock()  # of the channel and the inbox
         self._begun = 0  # number of started functions
@@ -185,6 +187,11 @@ class WorkerLoop:
     def _handle(self, message: Message) -> None:
         if message.kind == Kind.COMMAND:
             self._execute(*loads(message.payload, self._registry.resolve))
+        elif message.kind == Kind.FUNCTION:
+            self._functions[message.number] = message.payload
+        elif message.kind == Kind.FORGET:
+            self._loaded.pop(message.number, None)
+            del self._functions[message.number]
         elif message.kind == Kind.PROGRAM:
             self._run_program(message.payload)
         elif message.kind == Kind.CALL:
@@ -218,6 +225,14 @@ class WorkerLoop:
         clean = bool(self._wait_for(Kind.OVER).extra)
         program.finish(clean)
         self._world.leave(clean)
+
+    def _function(self, number: int) -> tuple[Any, ...]:
+        """Return a function in a tuple; an empty one for number 0: then it is among the arguments."""
+        if not number:
+            return ()
+        if number not in self._loaded:
+            self._loaded[number] = loads(self._functions[number], self._registry.resolve)
+        return (self._loaded[number],)
 
     def _attend(self, program: Program, ended: threading.Event) -> None:
         """Send a running program's output, and stop it if the chief says so."""
@@ -264,9 +279,9 @@ class WorkerLoop:
         start = monotonic()
         _running = self
         try:
-            inputs, data = unpack_call(payload)
+            number, inputs, data = unpack_call(payload)
             with self._scope(), self._registry.with_inputs(inputs):
-                fn, args, kwargs = loads(data, self._registry.resolve)
+                fn, args, kwargs = (*self._function(number), *loads(data, self._registry.resolve))
                 result = fn(*args, **kwargs)
                 self._flush()  # all writes are applied before the result is sent
                 kind, answer = Kind.RESULT, dumps_result(result, self._registry.reduce_result)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from ..base import context, nest
+from ..base.common_objects import CommonObjects
 from ..base.context import Frame
 from ..base.distributed_values import DistributedValues, Mirrored, regroup, select_replica
 from ..base.errors import ClosedError, ContextError, explain
@@ -72,6 +73,7 @@ class StrategyExtended(OtherNames):
         threads: the threads of several local replicas; None with one.
         optimizer_states: the states of optimizers, in files and before they are applied.
         coordination: the use of this rank by a coordinator.
+        models: models and optimizers of frameworks; a coordinator refers to them by number.
         batches: the batches of its distributed datasets on this rank.
         is_default: whether this is the strategy outside every scope.
         closed: whether the strategy was closed.
@@ -123,6 +125,7 @@ class StrategyExtended(OtherNames):
             self.placement.buckets = BucketSums(sync_group)
         self.is_default, self.closed = is_default, False
         self.coordination = Coordination()
+        self.models = CommonObjects()
         self.begun: weakref.WeakSet[Begun] = weakref.WeakSet()
         self.batches = Ledger(self.sync_topology.num_replicas)
         self._strategy = strategy

@@ -142,6 +142,8 @@ def distribute(
         convert(module)
     put_into(strategy, module, order, loss == "mean", layouts or {})
     _seed(strategy)
+    for thing in (*module.modules(), *module.parameters(), *optimizers):
+        strategy.extended.models.add(thing)
     if optimizer is None:
         if loss == "mean":
             divide_gradients(module)

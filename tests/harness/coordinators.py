@@ -20,13 +20,16 @@ class BareStrategy:
     """The roles and ranks of a ParameterServerStrategy, and nothing else of it."""
 
     def __init__(self, servers=0, **settings):
+        from mpistrat.base.common_objects import CommonObjects
         from mpistrat.base.environment import Environment
         from mpistrat.cluster.topology import Topology
         from mpistrat.comm.process_group import ProcessGroup
 
         self.topology = Topology.create()
         group = ProcessGroup.create(self.topology, Environment(**{"abort_after": 20.0, **settings}))
-        self.extended = SimpleNamespace(process_group=group, variables=(), coordinate=lambda coordination: None)
+        self.extended = SimpleNamespace(
+            process_group=group, variables=(), models=CommonObjects(), coordinate=lambda coordination: None
+        )
         first = self.topology.size - servers
         self.workers, self.servers = tuple(range(first)), tuple(range(first, self.topology.size))
 

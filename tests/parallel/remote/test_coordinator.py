@@ -13,6 +13,7 @@ import mpistrat as ms
 from mpistrat.base.waiting import wait_until
 from mpistrat.coordinator import RemoteValueStatus
 from mpistrat.errors import ClosedError, ContextError, LayoutError
+from mpistrat.remote.channel import Kind
 from tests.harness.coordinators import BareStrategy, coordinator, hold
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
@@ -48,6 +49,42 @@ def test_every_function_runs_once():
         logs = c.fetch(log)
         assert len(logs) == c.num_workers
         assert sorted(i for log in logs for i in log) == list(range(200))
+
+
+def test_a_worker_gets_and_loads_a_function_once(monkeypatch):
+    calls, factor, large = [], [2], np.ones(1 << 17)
+
+    def count(x):
+        calls.append(x)
+        return x * factor[0] * large[0], len(calls)
+
+    with coordinator() as c:
+        if not c.is_chief:
+            return
+        sent = []
+        channel = c._cluster.dispatcher._channel
+        monkeypatch.setattr(channel, "send", _noting(sent, channel.send))
+        values = [c.schedule(count, (i,), worker=0) for i in range(10)]
+        assert c.fetch(values) == [(2.0 * i, i + 1) for i in range(10)]  # its list stays on the worker
+        assert [kind for kind, nbytes in sent if nbytes > large.nbytes] == [Kind.FUNCTION]
+        factor[0] = 3  # another function from now on
+        assert c.schedule(count, (1,), worker=0).get() == (3.0, 1)
+        factor[0] = 2
+        assert c.schedule(count, (1,), worker=0).get() == (2.0, 11)
+        first = c.schedule(square, (3,))
+        assert c.schedule(lambda: first + 1, worker=0).get() == 10  # a value of another function is not kept
+        many = [c.schedule(lambda i=i: i, worker=0) for i in range(100)]  # more than a worker stores
+        assert c.fetch(many) == list(range(100))
+        assert c.schedule(count, (1,), worker=0).get() == (2.0, 1)
+        assert [kind for kind, _ in sent].count(Kind.FORGET) >= 100 - 64
+
+
+def _noting(sent, send):
+    def noting(peer, kind, number=0, payload=b"", extra=0):
+        sent.append((kind, len(payload)))
+        return send(peer, kind, number, payload, extra)
+
+    return noting
 
 
 def test_servers_wait():
