@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from ..base import context, nest
-from ..base.common_objects import CommonObjects
 from ..base.context import Frame
 from ..base.distributed_values import DistributedValues, Mirrored, regroup, select_replica
 from ..base.errors import ClosedError, ContextError, explain
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from ..optimizers.begun import Begun
     from .process_set import ProcessSets
 
-__all__ = ["Coordination", "StrategyExtended"]
+__all__ = ["CommonObjects", "Coordination", "StrategyExtended"]
 
 _OWN_NAMES = {"all_reduce": "reduce", "all_gather": "gather"}  # TensorFlow's names of a strategy's collectives
 _beside: ContextVar[Variable | None] = ContextVar("mpistrat_colocate", default=None)
@@ -54,6 +53,47 @@ class Coordination:
 
     def announce(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Record a call that this rank is about to make with all ranks; a coordinator has the serving ranks make it, too."""
+
+
+@final
+class CommonObjects:
+    """Numbered objects of this rank, the same numbers on every rank. It does not keep them alive.
+
+    Example:
+        >>> class Model: pass
+        >>> models, model = CommonObjects(), Model()
+        >>> models.add(model)
+        >>> models.number(model), models.find(0) is model, models.number(Model())
+        (0, True, None)
+    """
+
+    def __init__(self) -> None:
+        self._found: list[Callable[[], Any]] = []
+        self._numbers: dict[int, tuple[int, Any]] = {}  # by id: the number, and a reference
+
+    def add(self, thing: Any, find: Callable[[], Any] | None = None) -> None:
+        """Give an object the next number.
+
+        Args:
+            thing: one that can have weak references.
+            find: returns the object that now takes its place; default itself, None once it is deleted.
+        """
+        reference = weakref.ref(thing)
+        self._numbers[id(thing)] = len(self._found), reference
+        self._found.append(find or reference)
+
+    def number(self, thing: Any) -> int | None:
+        """Return the number of an object; None if it has none."""
+        number, reference = self._numbers.get(id(thing), (None, None))
+        return number if reference is not None and reference() is thing else None
+
+    def varies(self, number: int) -> bool:
+        """Return True if another object may take the place of a numbered one."""
+        return not isinstance(self._found[number], weakref.ref)
+
+    def find(self, number: int) -> Any:
+        """Return the object of a number on this rank; None if it does not exist."""
+        return self._found[number]() if number < len(self._found) else None
 
 
 @final

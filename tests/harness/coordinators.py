@@ -20,10 +20,10 @@ class BareStrategy:
     """The roles and ranks of a ParameterServerStrategy, and nothing else of it."""
 
     def __init__(self, servers=0, **settings):
-        from mpistrat.base.common_objects import CommonObjects
         from mpistrat.base.environment import Environment
         from mpistrat.cluster.topology import Topology
         from mpistrat.comm.process_group import ProcessGroup
+        from mpistrat.strategy.extended import CommonObjects
 
         self.topology = Topology.create()
         group = ProcessGroup.create(self.topology, Environment(**{"abort_after": 20.0, **settings}))

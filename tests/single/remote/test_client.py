@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.remote import client
+from mpistrat.remote import service
 from mpistrat.remote import zmq as transport
 from mpistrat.remote.channel import Kind
 from mpistrat.remote.service import serve
@@ -118,7 +118,7 @@ def test_a_result_that_is_too_large_does_not_end_the_session(chief, tmp_path, mo
 
 
 def test_an_error_that_is_too_large_is_told_by_its_text(chief, tmp_path, monkeypatch):
-    monkeypatch.setattr(client, "_ERROR", 10_000)
+    monkeypatch.setattr(service, "_ERROR", 10_000)
     monkeypatch.setattr(transport, "LARGEST", 50_000)
 
     def fail():
