@@ -23,7 +23,8 @@ class CommunicationOptions:
         implementation: the algorithm; with AUTO the chooser decides.
         wire: the encoding of float32 numbers between nodes: "bfloat16" or "int8", whose numbers differ from float32's; None for
             float32. Given to a strategy, it applies to optimizer steps, not to other reductions. Given to a call of reduce or
-            all_reduce, which supports "bfloat16" only, it applies to that call. Within one node it has no effect.
+            all_reduce, which supports "bfloat16" only, it applies to that call. Within one node it has no effect. Under a
+            ParameterServerStrategy it applies to pushes of whole gradients to servers, except through shared memory.
 
     Raises:
         ValueError: for a negative size, a timeout that is not positive, or an unknown name.

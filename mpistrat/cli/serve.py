@@ -64,8 +64,9 @@ COMMAND = Command(
     summary="have the ranks of a job run what a notebook sends",
     text="""\
 Keep the ranks of a job ready for a client outside of the job: a notebook, or a program on the login node, which calls
-`ms.connect(FILE)` and schedules functions. Rank 0 is the chief, the last ranks are parameter servers, all others are
-workers. One client is served at a time. The job continues after it leaves, until a client calls shutdown() or the time limit.
+`ms.connect(FILE)` and schedules functions, or runs a program on all ranks. Rank 0 is the chief, the last ranks are parameter
+servers, all others are workers. One client is served at a time. The job continues after it leaves, until a client calls
+shutdown() or the time limit.
 
 The connection is encrypted, and only who can read FILE can speak to the job; who can, can run anything in it, as you. By
 default it listens at 127.0.0.1 only: reach it by an SSH tunnel, or say --host, for the address of the node's name in the job's

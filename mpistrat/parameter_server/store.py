@@ -69,6 +69,8 @@ class ServerStore(Store):
         self.dropped: Sequence[int] = ()
         self._strategy, self._connections = strategy, connections
         self._check_numerics = settings.check_numerics
+        options = settings.communication_options
+        self._wire = None if options is None else options.wire
         self._variables: dict[int, ParameterServerVariable] = {}
         self._assign_server = PLACEMENTS[settings.placement](len(connections.servers))
         # The multiples of ORDINAL_STEP are for optimizers made outside of scopes.
@@ -113,7 +115,7 @@ class ServerStore(Store):
     def make_step(self, optimizer: Optimizer, variables: Sequence[ParameterServerVariable]) -> PushStep:
         """Return the step of an optimizer, see `Store.make_step`. On workers: it is called in `run`, which is theirs."""
         assert isinstance(self.access, WorkerAccess)
-        return PushStep(optimizer, self._strategy, variables, self.access, self._check_numerics)
+        return PushStep(optimizer, self._strategy, variables, self.access, self._check_numerics, self._wire)
 
     # optimizers
 

@@ -69,7 +69,7 @@ class ParameterServerStrategy(Strategy):
         back_off: the longest sleep, in seconds, of an idle server. 1 ms costs up to 6 % of a core, and a push waits about as
             long for it; shorter sleeps cost more.
         check_numerics: refuse to push a gradient with a NaN or infinity.
-        communication_options, cross_device_ops: the reductions over the worker's own replicas.
+        communication_options, cross_device_ops: the reductions over the worker's own replicas; the first's `wire` encodes pushes.
         comm: communicator, duplicated here; default COMM_WORLD.
         devices: this rank's, as for MirroredStrategy; servers use none.
         replicas: instead of devices: the number of replicas in sync on CPUs, the same on each worker of `workers_in_sync`.

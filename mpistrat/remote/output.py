@@ -59,4 +59,4 @@ class ForwardedStream:
 def forward_output() -> None:
     """Replace sys.stdout and sys.stderr by streams that clients can receive. Before loggers are created, which store them."""
     STREAMS[1], STREAMS[2] = ForwardedStream(sys.stdout), ForwardedStream(sys.stderr)
-    sys.stdout, sys.stderr = STREAMS[1], STREAMS[2]  # type: ignore[assignment]
+    sys.stdout, sys.stderr = STREAMS[1], STREAMS[2]

@@ -210,7 +210,7 @@ def assemble(
         ops.bind(sync_group or group)
 
     _agree(group, kind, settings, bind)
-    wire = wire_of(options)
+    wire = None if kind is PARAMETER_SERVER else wire_of(options)  # there pushes are encoded, not sums
     if wire is not None or sharded_gradients:
         sharded_slots = True
     if local_steps is not None and not isinstance(local_steps, LocalSteps):
@@ -243,7 +243,7 @@ def _log_what_has_no_effect(
         given = {"communication_options": options, "cross_device_ops": ops}
         for name in (name for name, value in given.items() if value is not None):
             log.once(logging.INFO, f"{kind.name}: {name} has no effect: one replica has nothing to reduce")
-    elif options is not None and options.wire is not None and topology.num_nodes == 1:
+    elif kind is not PARAMETER_SERVER and options is not None and options.wire and topology.num_nodes == 1:
         log.once(logging.INFO, f"{kind.name}: wire={options.wire!r} has no effect: all ranks are on one node")
 
 
@@ -283,12 +283,10 @@ def _check_wire(
     local: bool,
 ) -> None:
     """Raise ValueError if a wire is given and steps cannot use it."""
-    if options is None or options.wire is None:
+    if options is None or options.wire is None or kind is PARAMETER_SERVER:
         return
     remedy, got = "Leave wire out", ""
-    if kind is PARAMETER_SERVER:
-        got = f"a {kind.name}, whose servers and workers send exact numbers"
-    elif local:
+    if local:
         got = "local_steps, whose outer steps send exact numbers"
     elif sharded_slots is False:
         got, remedy = "sharded_slots=False", "Leave sharded_slots out: sums are sent to the node with their slots"

@@ -5,6 +5,7 @@ A service thread works in the background, independently of the server's program,
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -17,8 +18,10 @@ from typing import Any, final
 import numpy as np
 
 from ...arena.values import read_only
+from ...arena.wire import wire_named
 from ...base import log
 from ...base.errors import ClosedError, CollectiveMismatchError, PeerExitError, explain
+from ...base.options import WIRES
 from ...base.waiting import Backoff, Deadline
 from ...comm.monitor.rank_monitor import lines
 from ...comm.process_group import ProcessGroup
@@ -567,6 +570,10 @@ class VariableServer(Rounds):
         if fragment.kind & ~_ENDS_STEP == _PUSH:
             values = np.ndarray(held.shape, held.dtype, payload)
             return Push(worker, fragment.variable, fragment.number, fragment.what, fragment.version, None, values)
+        encoding = (fragment.kind & ~_ENDS_STEP) - MessageKind.PUSH_ENCODED
+        if encoding >= 0:
+            values = read_only(_decoded(encoding, payload, held.shape))
+            return Push(worker, fragment.variable, fragment.number, fragment.what, fragment.version, None, values)
         rows = payload[: 8 * fragment.rows].view(np.int64)
         values = payload[8 * fragment.rows :].view(held.dtype)
         whole = fragment.rows == 0 or values.size // fragment.rows == held.row_size
@@ -644,3 +651,11 @@ class VariableServer(Rounds):
         buffers = self._make_buffers(address, slab)
         held = self._held[variable] = _Held(address, slab, self._seqlock, self._lock, buffers)
         return held
+
+
+def _decoded(encoding: int, payload: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return the float32 numbers of a payload."""
+    wire, numbers = wire_named(WIRES[encoding]), np.empty(math.prod(shape), np.float32)
+    assert wire is not None
+    wire.decode(payload, numbers)
+    return numbers.reshape(shape)

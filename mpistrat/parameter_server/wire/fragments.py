@@ -34,11 +34,13 @@ _WORDS = struct.Struct("<8q")  # a line
 class MessageKind:
     """The kinds of messages. Windows carry pushes only, and replace the others by reads and writes of words.
 
-    `ENDS_STEP` is a flag of `PUSH` and `PUSH_ROWS`: a commit goes with the push. Two flags mark a payload in other memory:
+    The payload of `PUSH_ENCODED` and the kind after it is encoded by one of `WIRES`, in their order.
+
+    `ENDS_STEP` is a flag of pushes: a commit goes with the push. Two flags mark a payload in other memory:
     `STAGED` in a `Staging`, given with its half by the offset; `IN_PLACE` in the worker's gradient of the variable.
     """
 
-    PUSH, PUSH_ROWS, COMMIT, READ, READ_ROWS, CLOCK, CLOCKS, LEAVE = range(1, 9)
+    PUSH, PUSH_ROWS, COMMIT, READ, READ_ROWS, CLOCK, CLOCKS, LEAVE, PUSH_ENCODED = range(1, 10)
     IN_PLACE, STAGED, ENDS_STEP = 0x20, 0x40, 0x80
     ELSEWHERE = IN_PLACE | STAGED
 

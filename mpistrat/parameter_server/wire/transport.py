@@ -162,6 +162,31 @@ class Transport(ABC):
         count(self.stats.pushes, variable, nbytes)
 
     @final
+    def push_encoded(
+        self,
+        variable: int,
+        message: np.ndarray,
+        encoding: int,
+        *,
+        what: int = 0,
+        version: int = 0,
+        commit: bool = False,
+    ) -> None:
+        """Send a float32 array that is encoded. Returns when `message` may be changed.
+
+        Args:
+            variable, what, version, commit: as in `push`.
+            message: bytes.
+            encoding: the index of its encoding in `WIRES`.
+        """
+        _check_what(what, "push")
+        kind, number = MessageKind.PUSH_ENCODED + encoding, self.pushed + 1
+        kind = kind | MessageKind.ENDS_STEP if commit else kind
+        self._post(Fragment(kind, variable, number, 0, what, version, 0, message.nbytes, message.nbytes), (message,))
+        self.pushed = number
+        count(self.stats.pushes, variable, message.nbytes)
+
+    @final
     def push_rows(
         self,
         variable: int,

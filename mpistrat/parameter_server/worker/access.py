@@ -352,6 +352,20 @@ class WorkerAccess(Access):
             finally:
                 RECORDER.end(event)
 
+    def shares_memory(self, variable: int) -> bool:
+        """Return True if this worker writes pushes of a variable into its server's memory."""
+        return self._transport(variable).name == "shared_window"
+
+    def push_encoded(
+        self, variable: int, message: np.ndarray, encoding: int, what: int, version: int, last: bool
+    ) -> None:
+        """Send an encoded gradient: see `push`, and `Transport.push_encoded`."""
+        if self._leads:
+            with self.lock:
+                self._transport(variable).push_encoded(
+                    variable, message, encoding, what=what, version=version, commit=last
+                )
+
     def push_rows(
         self, variable: int, rows: np.ndarray, values: np.ndarray, what: int, version: int, last: bool
     ) -> None:

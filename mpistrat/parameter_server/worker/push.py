@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from ...arena.wire import wire_named
 from ...base.distributed_values import DistributedValues, PerReplica
 from ...base.errors import explain
+from ...base.options import WIRES
 from ...base.types import IndexedSlices, ReduceOp
 from ...base.underflow import may_underflow
 from ...comm.arrays import accumulation_dtype, to_host
@@ -37,6 +39,7 @@ class PushStep(UpdateRun):
         variables: Sequence[ParameterServerVariable],
         access: WorkerAccess,
         check_numerics: bool = False,
+        wire: str | None = None,
     ) -> None:
         refused = "use_ema", "gradient_accumulation_steps"
         kept = [name for name in refused if getattr(optimizer, name)]
@@ -46,6 +49,8 @@ class PushStep(UpdateRun):
             raise ValueError(explain("apply_gradients", optimizer.name, expected=expected, got=got, remedy=remedy))
         self.strategy, self._check_numerics = strategy, check_numerics
         self._optimizer, self._variables, self._access = optimizer, tuple(variables), access
+        coded = [v for v in variables if wire and v.dtype == np.float32 and not access.shares_memory(v.number)]
+        self._encoded = {variable.number: _Encoder(wire or "") for variable in coded}
         placement = variables[0].placement
         self._ops: CrossDeviceOps = placement.ops
         self._alone = placement.group.topology.num_replicas == 1
@@ -132,7 +137,42 @@ class PushStep(UpdateRun):
             return
         if type(gradient) is not np.ndarray or gradient.dtype != dtype:
             gradient = np.asarray(to_host(gradient)).astype(dtype, copy=False)
+        encoder = self._encoded.get(variable.number)
+        if encoder is not None:
+            message = encoder.encode(gradient)
+            access.push_encoded(variable.number, message, encoder.number, self._what, variable.version_of_step, last)
+            return
         access.push(variable.number, gradient, self._what, variable.version_of_step, last)
+
+
+@final
+class _Encoder:
+    """The encoding of one variable's gradients, with its error feedback.
+
+    Args:
+        name: one of `WIRES`.
+
+    Attributes:
+        number: its index there.
+    """
+
+    def __init__(self, name: str) -> None:
+        wire = wire_named(name)
+        assert wire is not None
+        self._wire, self.number = wire, WIRES.index(name)
+        self._unsent: np.ndarray | None = None
+
+    def encode(self, gradient: np.ndarray) -> np.ndarray:
+        """Return a float32 gradient as bytes."""
+        flat = np.ascontiguousarray(gradient).reshape(-1)
+        message = np.empty(self._wire.nbytes(flat.size), np.uint8)
+        if not self._wire.feeds_back:
+            self._wire.encode(flat, message)
+            return message
+        if self._unsent is None:
+            self._unsent = np.zeros_like(flat)
+        self._wire.encode_sum(flat.copy(), message, self._unsent, np.empty_like(flat))
+        return message
 
 
 def _fits(gradient: Any, variable: ParameterServerVariable) -> bool:
