@@ -43,11 +43,6 @@ class ForwardedStream:
             receiver(text)
         return int(self._stream.write(text))
 
-    def writelines(self, lines: Any) -> None:
-        """Write texts."""
-        for line in lines:
-            self.write(line)
-
     def isatty(self) -> bool:
         """Return True if the text reaches a terminal."""
         return self.shown or bool(self._stream.isatty())

@@ -31,7 +31,7 @@ from .output import STREAMS
 from .registry import Reduced, dumps, dumps_error, dumps_result, loads, plain, text_of_failure
 from .scheduler import ClosureCancelledError, RemoteValue
 
-__all__ = ["Program", "ProgramLeader", "pack_program", "plain_variable"]
+__all__ = ["RankProgram", "ProgramLeader", "pack_program", "plain_variable"]
 
 LIMIT = 10.0  # seconds in which a stopped program must end on each rank; else the job ends
 _AGAIN = 1.0  # seconds between two interruptions of a program that continues
@@ -64,7 +64,7 @@ def plain_variable(thing: Any) -> Reduced | None:
 
 
 @final
-class Program:
+class RankProgram:
     """A program on this rank.
 
     Args:
@@ -217,7 +217,7 @@ class ProgramLeader:
         self._stopped: float | None = None  # since when
         self._lock = threading.RLock()  # of the answers
         self.size = len(self._others) + 1
-        self.program = Program(payload, self._name(chief))
+        self.program = RankProgram(payload, self._name(chief))
         self._payload = payload
 
     def run(self, attend: Callable[[], None]) -> None:

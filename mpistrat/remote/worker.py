@@ -25,7 +25,7 @@ from ..strategy.show_config import show_config
 from ..variables import create_variable
 from ..variables.variable import value_for_file
 from .channel import Kind, Message, MpiChannel, unpack_call
-from .program import Program, ProgramWorld
+from .program import ProgramWorld, RankProgram
 from .registry import ObjectRegistry, dumps_error, dumps_result, loads, text_of_failure
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class WorkerLoop:
     def _run_program(self, payload: bytes) -> None:
         """Run a client's program with the other ranks; return once it has ended on all of them."""
         topology = self._group.topology
-        program, ended = Program(payload, f"rank {topology.rank} of {topology.size}"), threading.Event()
+        program, ended = RankProgram(payload, f"rank {topology.rank} of {topology.size}"), threading.Event()
         self._world.enter()
         helper = threading.Thread(target=self._attend, args=(program, ended), name="mpistrat-program", daemon=True)
         helper.start()
@@ -234,7 +234,7 @@ class WorkerLoop:
             self._loaded[number] = loads(self._functions[number], self._registry.resolve)
         return (self._loaded[number],)
 
-    def _attend(self, program: Program, ended: threading.Event) -> None:
+    def _attend(self, program: RankProgram, ended: threading.Event) -> None:
         """Send a running program's output, and stop it if the chief says so."""
         while not ended.wait(_ATTENTION):
             with self._lock:
@@ -244,7 +244,7 @@ class WorkerLoop:
             if stop:
                 program.stop()
 
-    def _send_output(self, program: Program) -> None:
+    def _send_output(self, program: RankProgram) -> None:
         for number, text in program.take_output():
             self._channel.send(self._chief, Kind.OUTPUT, number, encoded(text))
 
