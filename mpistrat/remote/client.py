@@ -152,9 +152,10 @@ class RemoteCluster(FunctionScheduler):
             >>> cluster.run(train, strategy=ms.MultiWorkerMirroredStrategy)  # doctest: +SKIP
             [4.0, 4.0, 4.0, 4.0]
         """
-        if strategy is not None and not callable(strategy):
+        given: object = strategy
+        if given is not None and not callable(given):
             remedy = "Pass its class, or a function without arguments"
-            expected, got = "a function that creates the strategy on each rank", f"a {type(strategy).__name__}"
+            expected, got = "a function that creates the strategy on each rank", f"a {type(given).__name__}"
             raise TypeError(explain("run", "strategy", expected=expected, got=got, remedy=remedy))
         self.join()
         shown = [stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr)]

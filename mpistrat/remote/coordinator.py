@@ -369,8 +369,8 @@ class ClusterCoordinator(FunctionScheduler):
         inputs: dict[int, RemoteValue] = {}
         registry.used, registry.kept = [], []
         try:
-            function, call = self._packed(fn, what, inputs), (tuple(args), dict(kwargs or {}))
-            data = dumps(call if function else (fn, *call), registry.reduce_with(inputs), what)
+            code, call = self._packed(fn, what, inputs), (tuple(args), dict(kwargs or {}))
+            data = dumps(call if code else (fn, *call), registry.reduce_with(inputs), what)
         except TypeError as error:
             remedy = "Create objects that cannot be sent on the worker, with create_per_worker_resource"
             expected, got = "a function that can be pickled with all that it refers to", f"{what}: {error}"
@@ -387,7 +387,7 @@ class ClusterCoordinator(FunctionScheduler):
                 RemoteValue(self, next(self._numbers)),
                 tuple(inputs.values()),
                 kept=kept,
-                function=function,
+                function=code,
                 **how,
             )
         )

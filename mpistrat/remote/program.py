@@ -171,7 +171,8 @@ class ProgramWorld:
     """
 
     def __init__(self, comm: Any) -> None:
-        self._parent, self._comm = comm, None
+        self._parent = comm
+        self._comm: Any = None
 
     def enter(self) -> None:
         """Make it the default communicator of strategies. Collective; all ranks are here."""

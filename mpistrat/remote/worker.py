@@ -281,7 +281,7 @@ class WorkerLoop:
         try:
             number, inputs, data = unpack_call(payload)
             with self._scope(), self._registry.with_inputs(inputs):
-                fn, args, kwargs = (*self._function(number), *loads(data, self._registry.resolve))
+                fn, args, kwargs = self._function(number) + loads(data, self._registry.resolve)
                 result = fn(*args, **kwargs)
                 self._flush()  # all writes are applied before the result is sent
                 kind, answer = Kind.RESULT, dumps_result(result, self._registry.reduce_result)
