@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mpistrat.remote.channel import CHUNK, FIRST, Kind, MpiChannel, pack_call
+from mpistrat.remote.program import ProgramWorld
 from mpistrat.remote.registry import ObjectRegistry, dumps, loads
 from mpistrat.remote.worker import WorkerLoop
 from tests.harness.coordinators import BareStrategy
@@ -70,6 +71,7 @@ def test_222_calls_and_20_duplicates_run_once_each():
             contextlib.nullcontext,
             lambda: None,
             lambda: None,
+            ProgramWorld(comm),
         )
         assert loop.serve()
         assert len(loop._answers) <= 223 - 150  # those up to 150 were acknowledged
