@@ -30,7 +30,8 @@ from ..timeline.trace import process_group_of
 from .callbacks import Callback, Logs, Loop, has_workers, plain
 from .loggers import Logger, MLflow
 from .logs import JSONLogger, Progress, TensorBoard
-from .run_page import RunRecord, page
+from .machine import commit, peak_memory, place_of
+from .run_page import RunRecord, files_of, page
 from .warn_once import RunError, WarnOnce
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ class Monitor(Callback):
 
     One rank writes into the folder: `metrics.jsonl`, one line per epoch; event files of TensorBoard if tensorboardX is
     installed; and `run.html`, a self-contained page, updated after epochs: results, samples per second, the time of each rank
-    by activity, stragglers, warnings of all ranks, configuration. A terminal shows a bar, also under mpiexec and srun.
+    by activity, stragglers, hosts with the memory of their ranks, files, warnings of all ranks, commit, configuration. A
+    terminal shows a bar, also under mpiexec and srun.
 
     Attributes:
         folder: the folder.
@@ -128,15 +130,14 @@ class Monitor(Callback):
         logger.addHandler(self._warnings)
         strategy = loop.strategy
         topology = process_group_of(strategy, "monitor").topology
-        here = f"{strategy.rank}: {topology.hostname or platform.node()} {', '.join(topology.devices)}"
-        every = strategy.all_gather_object(here)
+        self.record.places = strategy.all_gather_object(place_of(topology))
         self.record.facts = {
             "strategy": repr(strategy),
             "ranks": str(strategy.size),
             "nodes": str(topology.num_nodes),
             "replicas": str(topology.num_replicas if has_workers(strategy) else strategy.num_replicas_in_sync),
-            "devices by rank": "; ".join(every[:64]) + ("; …" if len(every) > 64 else ""),
             "program": " ".join(sys.argv),
+            **({"commit": version} if (version := commit() if loop.tells else "") else {}),
             "started": time.strftime("%Y-%m-%d %H:%M:%S"),
             "user": _user(),
             "versions": f"mpistrat {__version__}, Python {platform.python_version()}, NumPy {np.__version__}",
@@ -175,18 +176,20 @@ class Monitor(Callback):
             due,
             self._warnings.take(),
             self._rows,
+            peak_memory(),
         )
         every = strategy.all_gather_object(mine)
         step, seconds, samples, due, *_ = every[loop.first]
         if has_workers(strategy):  # of parameter servers: each has its own batches
             samples = sum(one[2] for one in every)
         samples += sum(one[5] for one in every)
+        record.memory = [one[6] for one in every]
         rate = samples / seconds if seconds else 0.0
         if due:
             with self._looks:
                 record.ranks = times(strategy, now - self._training)
-        for rank, (*_, texts, _) in enumerate(every):
-            record.warnings += [f"rank {rank}: {text}" for text in texts]
+        for rank, one in enumerate(every):
+            record.warnings += [f"rank {rank}: {text}" for text in one[4]]
         del record.warnings[_WARNINGS:]
         found = {
             "epoch": loop.epoch, "step": step, **plain(logs), "seconds": seconds, "samples_per_second": rate,
@@ -226,6 +229,7 @@ class Monitor(Callback):
     def _write(self) -> None:
         if self.loop is not None and self.loop.tells:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self.record.files = files_of(self.folder, self.record.places)
             with replacing(self.folder / "run.html") as beside:
                 Path(beside).write_bytes(encoded(page(self.record)))
 

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...base.text import counted, decimal_size, duration
-from ...train.run_page import document
+from ...train.html_page import document, table
 from .steps import ItemReport
 
 __all__ = ["page"]
 
-_COLOURS = {"passed": "#3c8d53", "failed": "#c0392b", "hung": "#c0392b", "skipped": "#7a6a2b", "not run": "#7a6a2b"}
+_COLOURS = {"passed": "green", "failed": "red", "hung": "red", "skipped": "olive", "not run": "olive"}
 _NAMED = 3  # hosts to name if nodes are equal
 _ORDER = ("failed", "hung", "not run", "passed", "skipped")
 
@@ -61,12 +61,12 @@ def _items(reports: Sequence[ItemReport]) -> str:
     said = ", ".join(f"{count} {word}" for word, count in counts if count)
     rows = (
         [
-            html.escape(report.name), f'<b style="color:{_COLOURS[report.status]}">{report.status}</b>',
+            html.escape(report.name), f'<b style="color:var(--{_COLOURS[report.status]})">{report.status}</b>',
             f"{report.seconds:.0f}&nbsp;s", html.escape(report.what or report.proves),
         ]
         for report in reports
     )  # fmt: skip
-    return f"<p><b>{said}</b></p>" + _table(["item", "result", "time", ""], rows, numbers=(2,))
+    return f"<p><b>{said}</b></p>" + table("Items of the check", ["item", "result", "time", "what"], rows, numbers=(2,))
 
 
 def _numbers(numbers: Sequence[Sequence[Any]]) -> Iterable[str]:
@@ -80,7 +80,7 @@ def _numbers(numbers: Sequence[Sequence[Any]]) -> Iterable[str]:
                 found.setdefault(row, {})[column] = value
         columns = list(dict.fromkeys(column for values in found.values() for column in values))
         ratio = len(columns) == 2 and columns[1] == "MPI"
-        head = ["", *columns, *([f"{columns[0]} / MPI"] if ratio else [])]
+        head = [html.escape(title) for title in ("measured", *columns, *([f"{columns[0]} / MPI"] if ratio else []))]
         rows = []
         for name, values in found.items():
             cells = [
@@ -90,7 +90,7 @@ def _numbers(numbers: Sequence[Sequence[Any]]) -> Iterable[str]:
             if ratio:
                 cells.append(f"{values[columns[0]] / max(values['MPI'], 1e-9):.2f}" if len(values) == 2 else "–")
             rows.append(cells)
-        yield _table(head, rows, numbers=tuple(range(1, len(head))))
+        yield table(f"Measurements in {unit}", head, rows, numbers=tuple(range(1, len(head))))
 
 
 def _text(value: float, unit: str) -> str:
@@ -120,7 +120,7 @@ def _nodes(nodes: Sequence[Mapping[str, Any]]) -> str:
         "libraries in use",
         "devices in use",
     ]
-    return _table(head, rows, numbers=(1, 2, 3, 4))
+    return table("Nodes", head, rows, numbers=(1, 2, 3, 4))
 
 
 def _machine(start: ItemReport, variables: Mapping[str, str]) -> list[str]:
@@ -137,7 +137,7 @@ def _machine(start: ItemReport, variables: Mapping[str, str]) -> list[str]:
     lines = "\n".join(facts.get("transports", [])) or "The MPI library printed nothing about its transports."
     return [
         "<h2>Transports, as the libraries print them on rank 0</h2>", f"<pre>{html.escape(lines)}</pre>", "<h2>Software</h2>",
-        _table([], ([html.escape(text) for text in row] for row in rows)),
+        table("Software", [], ([html.escape(text) for text in row] for row in rows)),
     ]  # fmt: skip
 
 
@@ -146,16 +146,4 @@ def _findings(findings: Sequence[Mapping[str, str]]) -> str:
         [html.escape(finding["status"]), html.escape(finding["name"]), html.escape(finding["what"])]
         for finding in findings
     )
-    return _table([], rows)
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """Return a table of cells in HTML; those of the columns `numbers` are aligned to the right."""
-
-    def row(cells: Sequence[str], kind: str) -> str:
-        classes = [' class="number"' if index in numbers else "" for index in range(len(cells))]
-        return "".join(f"<{kind}{own}>{cell}</{kind}>" for own, cell in zip(classes, cells, strict=True))
-
-    titles = [row([html.escape(title) for title in head], "th")] if head else []
-    lines = [f"<tr>{line}</tr>" for line in (*titles, *(row(cells, "td") for cells in rows))]
-    return f"<table>{''.join(lines)}</table>"
+    return table("Findings of the doctor", [], rows)

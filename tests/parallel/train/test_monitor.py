@@ -39,12 +39,17 @@ def test_a_run_by_fit(mpi_tmp_path):
         found, page = lines(folder), (folder / "run.html").read_text()
         assert [line["val_loss"] for line in found] == history["val_loss"]
         assert all(line["samples_per_second"] > 0 for line in found) and found[-1]["step"] == 20
-        assert "ended: 4 epochs, 20 steps" in page and "<th>rate</th><td>0.1</td>" in page
+        assert "ended: 4 epochs, 20 steps" in page and '<th scope="row">rate</th><td>0.1</td>' in page
         assert page.count("&lt;strange&gt; &amp; rare") == 1 and "<strange>" not in page
-        assert set(re.findall(r"rank (\d+): compute", page)) == {str(rank) for rank in range(strategy.size)}
+        shares = page.partition("Shares of time by rank</caption>")[2].partition("</table>")[0]
+        assert re.findall(r'<th scope="row">(\d+)<', shares) == [str(rank) for rank in range(strategy.size)]
         assert "src=" not in page and "http" not in page, "nothing beside it"
+        hosts = page.partition("Hosts</caption>")[2].partition("</table>")[0]
+        peaks = [int(peak) for peak in re.findall(r"(\d+) MB \(rank \d+\)", hosts)]
+        assert peaks and all(20 < peak < 4000 for peak in peaks), "a rank with NumPy"
+        assert '<a href="./metrics.jsonl">metrics.jsonl</a>' in page
         if strategy.size > 1:
-            table = page.partition("Stragglers")[2].partition("</table>")[0]
+            table = page.partition("Stragglers</caption>")[2].partition("</table>")[0]
             rows = re.findall(r"rank (\d+) on .*?>(\d+) of \d+</td>.*?>([\d.e-]+) s<", table)
             costs = {int(rank): float(cost) for rank, _, cost in rows}  # rank 0 too, where the machine has stopped it
             assert list(costs.values()) == sorted(costs.values(), reverse=True)
