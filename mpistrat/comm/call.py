@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from binascii import crc32
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from ..base.text import encoded
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["TEXT_BYTES", "Call", "describe"]
+__all__ = ["TEXT_BYTES", "Call", "describe", "payload_bytes"]
 
 TEXT_BYTES = 1000  # shown of a text; the tag covers all of it
 _STAMP_BYTES = 100  # of them for the stamp
@@ -39,6 +40,22 @@ def describe(op: str, name: str = "", dtype: Any = None, shape: Any = None, deta
     return " ".join(words)
 
 
+def payload_bytes(dtype: Any, shape: Any) -> int:
+    """Return the bytes of an array that a collective moves; 0 if they are unknown.
+
+    Example:
+        >>> payload_bytes("float32", (4, 3)), payload_bytes("bfloat16", (2,)), payload_bytes(None, None)
+        (48, 4, 0)
+    """
+    if dtype is None or shape is None:
+        return 0
+    try:
+        itemsize = 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+    except TypeError:  # PyTorch's own
+        return 0
+    return itemsize * math.prod(int(length) for length in shape)
+
+
 class Call:
     """One kind of collective: its operation, name, dtype, shape and further detail, in the words of `describe`.
 
@@ -48,13 +65,14 @@ class Call:
         series: operation and name.
         timeout: seconds that a rank waits in it.
         payload: the text in shared memory: two bytes of length, then UTF-8.
+        nbytes: of a rank's values in it, for the timeline; 0 if unknown.
     """
 
-    __slots__ = ("_shown", "_stamp", "_text", "kind", "payload", "series", "tag", "timeout")
+    __slots__ = ("_shown", "_stamp", "_text", "kind", "nbytes", "payload", "series", "tag", "timeout")
 
     def __init__(self, text: str, timeout: float, series: str = "") -> None:
         self._text, self._stamp = text, ""
-        self.series, self.timeout = series, timeout
+        self.series, self.timeout, self.nbytes = series, timeout, 0
         self.kind = self.tag = fingerprint(text)
         shown, longest = encoded(text), TEXT_BYTES - _STAMP_BYTES
         if len(shown) > longest:

@@ -116,6 +116,8 @@ class Collective(Call):
             elif self._comparison is not None:
                 self._comparison.ended = monitor.number
             RECORDER.end(self._event)
+            if self.nbytes:
+                RECORDER.count("bytes", self.nbytes)
             monitor.current, self._outer = self._outer, None
             monitor.acting.release()
             if error is not None:

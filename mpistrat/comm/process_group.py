@@ -21,7 +21,7 @@ from ..base.errors import ClosedError, CollectiveMismatchError, MpistratError, R
 from ..cluster.forks import is_child
 from ..cluster.topology import Topology, room_for_communicators
 from ..cluster.world import is_loss, survives
-from .call import describe
+from .call import describe, payload_bytes
 from .contract import Collective, Comparison
 from .dropped import DROPPED
 from .monitor import abort, exit_report
@@ -226,6 +226,7 @@ class ProcessGroup:
         call = self._calls[key] = Collective(
             text, timeout, series, self.monitor, self.node, self._comparison, synchronize
         )
+        call.nbytes = payload_bytes(*what[:2])
         return call
 
     def refuse_after(self, error: BaseException, left: str) -> None:

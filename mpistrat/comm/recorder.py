@@ -2,7 +2,8 @@
 
 A ring with 32 bytes per event. The memory is an unnamed file. The process that reports killed ranks (`monitor.exit_report`) also
 has its descriptor: it reads a rank's last events after its death, and `mpistrat top` reads them while it runs. An event costs
-less than a microsecond; the numbers are in docs/watching.md.
+less than a microsecond; the numbers are in docs/watching.md. The threads of events, and numbers, such as rows, are known in this
+process only.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import contextlib
 import mmap
 import os
 import struct
+import threading
+from collections import deque
 from collections.abc import Iterator
+from threading import get_ident
 from time import perf_counter_ns
 from typing import Any, NamedTuple, final
 
@@ -19,7 +23,7 @@ import numpy as np
 
 from ..base.text import encoded
 
-__all__ = ["GROUPS", "KINDS", "RECORDER", "Event", "Recorder", "Ring"]
+__all__ = ["GROUPS", "KINDS", "RECORDER", "THREADS", "Event", "Recorder", "Ring"]
 
 # Layout of the memory; `monitor/exit_report_process.py`, which imports nothing, also contains it.
 MAGIC = b"mpistre2"
@@ -35,6 +39,9 @@ _NAME_BITS, _GROUP_BITS = 14, 12
 _NAMES, GROUPS = 1 << _NAME_BITS, 1 << _GROUP_BITS  # the most that are distinguished
 _NUMBER_AT = _NAME_BITS + _GROUP_BITS
 _NUMBERS = (1 << (63 - _NUMBER_AT)) - 1
+THREADS = 256  # that are distinguished
+_SAMPLED_NS = 100_000_000  # between two samples of the memory
+_PAGE_BYTES = mmap.PAGESIZE
 #: Kinds of events, by letter.
 KINDS = {
     "r": "run", "c": "collective", "i": "input", "s": "save", "p": "parameter server", "u": "user", "o": "other",
@@ -70,9 +77,10 @@ class Ring:
         names: kind and text of each name.
         begin, end, waited: ns.
         number, group, name: of each event; name is an index into names.
+        thread: of each event, an index into `Recorder.threads`; 0 if unknown.
     """
 
-    def __init__(self, memory: bytes | bytearray | memoryview | mmap.mmap) -> None:
+    def __init__(self, memory: bytes | bytearray | memoryview | mmap.mmap, threads: bytes | None = None) -> None:
         magic, capacity, used = _HEAD.unpack_from(memory, 0)
         if magic != MAGIC:
             raise ValueError("not the memory of a recorder")
@@ -84,8 +92,10 @@ class Ring:
             self.names.append((chr(kind), bytes(memory[at : at + length]).decode(errors="replace")))
             at += length
         words = np.frombuffer(memory, np.int64, capacity * EVENT_WORDS, EVENTS_AT).reshape(capacity, EVENT_WORDS)
-        rows = words[words[:, 0] != 0]
-        rows = rows[np.argsort(rows[:, 0], kind="stable")]
+        used_at = np.flatnonzero(words[:, 0])
+        order = used_at[np.argsort(words[used_at, 0], kind="stable")]
+        rows = words[order]
+        self.thread = np.zeros(len(order), np.uint8) if threads is None else np.frombuffer(threads, np.uint8)[order]
         self.begin, self.end, self.waited = rows[:, 0], rows[:, 1], rows[:, 3]
         what = rows[:, 2]
         self.number, self.group = what >> _NUMBER_AT, what >> _NAME_BITS & (GROUPS - 1)
@@ -102,10 +112,12 @@ class Recorder:
     Attributes:
         waited: ns that this rank has waited for others on its node so far; counted by `Node.barrier`.
         descriptor: of the memory; None if other processes cannot get it.
+        threads: the names of the threads that recorded events, MainThread first; of two that had one identifier, the first's.
     """
 
     def __init__(self) -> None:
         self.waited = 0
+        self.threads: list[str] = []
         self.descriptor: int | None = None
         self._next = 0
         self._names: dict[tuple[str, str], int] = {}
@@ -134,6 +146,11 @@ class Recorder:
     def _use(self, memory: Any, capacity: int) -> None:
         self._memory, self._mask = memory, capacity - 1
         self._words = memoryview(memory).cast("q")
+        self._thread_of = bytearray(capacity)
+        main = threading.main_thread()
+        self.threads[:], self._known = [main.name], {main.ident: 0}
+        self._counts: dict[str, deque[tuple[int, int]]] = {}
+        self._sampled = 0
         self._names_used = 0
         _HEAD.pack_into(memory, 0, MAGIC, capacity, 0)
         if not self._names:
@@ -177,6 +194,8 @@ class Recorder:
         """Record the start of an event; pass the result to `end`."""
         at = self._next
         self._next = at + 1
+        thread = self._known.get(get_ident())
+        self._thread_of[at & self._mask] = self._new_thread() if thread is None else thread
         at = (EVENTS_AT >> 3) + (at & self._mask) * EVENT_WORDS
         words = self._words
         words[at + 1] = 0
@@ -184,6 +203,14 @@ class Recorder:
         words[at + 3] = -self.waited
         words[at] = clock()
         return at
+
+    def _new_thread(self) -> int:
+        ident, number = get_ident(), min(len(self.threads), THREADS - 1)
+        if number == len(self.threads):
+            known = (thread.name for thread in threading.enumerate() if thread.ident == ident)
+            self.threads.append(next(known, "another thread"))
+        self._known[ident] = number
+        return number
 
     def begin_again(self, at: int) -> None:
         """Let a begun event begin now. This rank's own work, on a GPU, lasted until now."""
@@ -198,6 +225,26 @@ class Recorder:
         if at < len(words):  # in the current memory
             words[at + 3] += self.waited
             words[at + 1] = clock()
+
+    def count(self, name: str, value: int) -> None:
+        """Record a number of this moment, such as "rows" of a batch, and now and then the memory. Any thread."""
+        now = perf_counter_ns()
+        self._count(name, now, value)
+        if now - self._sampled >= _SAMPLED_NS:
+            self._sampled = now
+            resident = _resident()
+            if resident is not None:
+                self._count("memory", now, resident)
+
+    def _count(self, name: str, now: int, value: int) -> None:
+        samples = self._counts.get(name)
+        if samples is None:
+            samples = self._counts[name] = deque(maxlen=self._mask)  # for MPISTRAT_EVENTS=0 none
+        samples.append((now, value))
+
+    def counts(self) -> dict[str, list[tuple[int, int]]]:
+        """Return the last values of `count` by name: ns of the monotonic clock, and number."""
+        return {name: list(samples.copy()) for name, samples in self._counts.copy().items()}
 
     @contextlib.contextmanager
     def span(self, kind: str, text: str, number: int = 0) -> Iterator[None]:
@@ -218,7 +265,7 @@ class Recorder:
 
     def ring(self) -> Ring:
         """Return a copy of the current events."""
-        return Ring(bytes(self._memory))
+        return Ring(bytes(self._memory), bytes(self._thread_of))
 
     def last(self, count: int) -> list[Event]:
         """Return the last events, the newest first. Any thread."""
@@ -231,6 +278,15 @@ class Recorder:
             group, number = what >> _NAME_BITS & (GROUPS - 1), what >> _NUMBER_AT
             found.append(Event(kind, text, group, number, begin, end, waited if end else waited + self.waited))
         return found
+
+
+def _resident() -> int | None:
+    """Return the bytes of this process in memory; None if the system does not say."""
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            return int(file.read(64).split()[1]) * _PAGE_BYTES
+    except (OSError, IndexError):
+        return None
 
 
 #: Of this process.

@@ -268,6 +268,7 @@ class CrossDeviceOps(ABC):
             forms.append((dtype_name(arrays[0].dtype), arrays[0].shape, *filter(None, (ops._said_of(arrays[0]), way))))
         detail = (op.value, options.bytes_per_pack, tuple(forms), *_said(options))
         with group.collective(function, name, detail=detail, timeout=options.timeout_seconds) as ops.call:
+            ops.call.nbytes = sum([values.values[0].nbytes for values, _ in dense])
             done = iter(ops.batch_reduce_implementation(op, dense, options) if dense else ())
             for index, slices in enumerate(results):
                 if slices is None:

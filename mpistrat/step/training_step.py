@@ -13,7 +13,7 @@ import numpy as np
 
 from ..arena.arena import by_arena
 from ..arena.values import checksum
-from ..comm.call import Call
+from ..comm.call import Call, payload_bytes
 from ..optimizers.core import OptimizerCore
 from ..optimizers.gradients import Pairs
 from ..optimizers.rule import UpdateRun
@@ -56,6 +56,7 @@ class TrainingStep(UpdateRun):
         self._replica = parts.replica_of(variables)
         self._works = self._works_of(variables)
         self._kept: KeptSums | None = None  # if the rule has passes
+        self._nbytes = sum(payload_bytes(variable.dtype, variable.shape) for variable in variables)
         self.describe()
 
     def _works_of(self, variables: Sequence[Variable]) -> list[ArenaStep]:
@@ -109,6 +110,7 @@ class TrainingStep(UpdateRun):
         factor = (rounds.factor if aggregate else 1.0) / ((self._optimizer.loss_scale_factor or 1.0) * core.divisor)
         sums = self._parts.sums if aggregate else self._parts.no_sums
         with group.collective(_STEP, detail=detail).stamp(words) as call:
+            call.nbytes = self._nbytes if aggregate else 0
             core.taken[self._names] += 1
             if group.num_nodes > 1 and rounds.compares(due):
                 self._compare_nodes()

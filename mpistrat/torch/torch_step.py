@@ -19,6 +19,7 @@ import torch
 from ..arena.arena import Arena, by_arena, padded
 from ..base.partition import merge
 from ..comm.arrays import accumulation_dtype
+from ..comm.call import payload_bytes
 from ..comm.process_group import ProcessGroup
 from ..cross_device.auto import AutoAllReduce
 from ..cross_device.nccl import NcclAllReduce
@@ -233,6 +234,7 @@ class TorchStep(UpdateRun):
         self.strategy = placement.strategy
         self._group, self._number = placement.group, rule._core.number_in(placement)
         self._variables, self._left_out = tuple(variables), tuple(left_out)
+        self._nbytes = sum(payload_bytes(variable.dtype, variable.shape) for variable in variables)
         self._ranges = _ranges_of(variables)
         self._names = f"{[variable.name for variable in variables]}, not {self._left_out}"
         self.describe()
@@ -265,7 +267,8 @@ class TorchStep(UpdateRun):
         due = core.taken[self._names] % group.environment.check_every == 0
         words = f", step {number} at rate {core.rate_at(number)!r}"
         try:
-            with group.collective("apply_gradients", detail=detail).stamp(words):
+            with group.collective("apply_gradients", detail=detail).stamp(words) as call:
+                call.nbytes = self._nbytes if aggregate else 0  # which follow it
                 core.taken[self._names] += 1
                 if due and group.topology.size > 1:
                     error = different_copies("apply_gradients", group, self._variables, self._digests())

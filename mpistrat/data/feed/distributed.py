@@ -197,10 +197,10 @@ class DistributedIterator(Feed):
             self._next += 1
             stats = self._stats
             stats.steps += 1
-            for leaves in arrays:
-                if leaves:
-                    stats.samples += leaves[0].shape[0]
-                    stats.bytes += sum([leaf.nbytes for leaf in leaves])
+            rows = sum([leaves[0].shape[0] for leaves in arrays if leaves])
+            stats.samples += rows
+            stats.bytes += sum([leaf.nbytes for leaves in arrays for leaf in leaves])
+            RECORDER.count("rows", rows)
             self.global_batch_size = total
             self._handed_out.next(arrays, total, (self._epoch, self._next - 1))
             if self._drawn is not None:

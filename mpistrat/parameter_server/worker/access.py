@@ -278,7 +278,9 @@ class WorkerAccess(Access):
                 return self._pull_together(self._sync_group, variable)
             event = RECORDER.begin(_PULL, variable)
             try:
-                return self._up_to_date(variable).pull(variable)
+                found = self._up_to_date(variable).pull(variable)
+                RECORDER.count("bytes", found[1].nbytes)
+                return found
             finally:
                 RECORDER.end(event)
 
@@ -349,6 +351,7 @@ class WorkerAccess(Access):
             event = RECORDER.begin(_PUSH, variable)
             try:
                 self._transport(variable).push(variable, gradient, what=what, version=version, commit=last)
+                RECORDER.count("bytes", gradient.nbytes)
             finally:
                 RECORDER.end(event)
 

@@ -3,7 +3,10 @@
 import gzip
 import itertools
 import json
+import mmap
+import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -57,7 +60,46 @@ def many_groups(request, monkeypatch):
 
 def read(path):
     with gzip.open(path) as file:
-        return json.load(file)["traceEvents"]
+        events = json.load(file)["traceEvents"]
+    check_format(events)
+    return events
+
+
+def check_format(events):
+    """Check the fields that the description of the Trace Event Format demands, and that arrows connect slices."""
+    names = {"process_name": "name", "thread_name": "name", "process_sort_index": "sort_index"}
+    slices, named, flows = {}, {}, {}
+    for event in events:
+        place = event["pid"], event["tid"]
+        assert all(type(number) is int for number in place) and isinstance(event["name"], str)
+        if event["ph"] == "M":
+            kind = str if (field := names.get(event["name"], "sort_index")) == "name" else int
+            assert list(event["args"]) == [field] and isinstance(event["args"][field], kind)
+            named.setdefault(event["name"], {})[place] = event["args"][field]
+            continue
+        assert event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0 and event["cat"]
+            slices.setdefault(place, []).append(event)
+        elif event["ph"] == "C":
+            assert event["args"] and all(type(value) is int and value >= 0 for value in event["args"].values())
+        else:
+            assert event["ph"] in "sf" and (event.get("bp") == "e") == (event["ph"] == "f")
+            flows.setdefault((event["id"], event["cat"], event["name"]), []).append(event)
+    assert set(named["thread_name"]) >= set(slices), "each thread has a name"
+    assert len({tid for _, tid in named["thread_name"]}) == len(named["thread_name"]), (
+        "Perfetto knows threads by tid alone"
+    )
+    for start, finish in flows.values():
+        assert (start["ph"], finish["ph"]) == ("s", "f") and start["ts"] < finish["ts"]
+        assert start["pid"] != finish["pid"]
+        ends = []
+        for one in (start, finish):  # the innermost slice at that time is a collective of all ranks
+            among = slices[one["pid"], one["tid"]]
+            around = [each for each in among if each["ts"] <= one["ts"] <= each["ts"] + each["dur"]]
+            ends.append(max(around, key=lambda each: each["ts"]))
+        assert ends[0]["args"]["number"] == ends[1]["args"]["number"] and ends[0]["name"] == ends[1]["name"]
+        assert ends[0]["args"]["group"] == ends[1]["args"]["group"] == 0 and ends[0]["ts"] >= ends[1]["ts"]
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -121,6 +163,62 @@ def test_groups_of_a_program_that_makes_many_are_told_apart(mpi_tmp_path, monkey
                 found.setdefault(event["name"].split()[-2], set()).add(event["args"]["group"])
         assert found["all"] == {0} and len(found) == 5
         assert len(set.union(*found.values())) == 5 and all(len(groups) == 1 for groups in found.values()), found
+
+
+@pytest.mark.ranks(2, 3)
+def test_arrows_lead_from_the_rank_that_came_last(mpi_tmp_path):
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        train(strategy, slow=1)
+        path = ms.timeline.save(mpi_tmp_path / "trace.json.gz", strategy)
+        strategy.barrier()
+        events = read(path)
+        finish = {event["id"]: event for event in events if event["ph"] == "f"}
+        slices = [event for event in events if event["ph"] == "X" and event["name"].startswith("apply_gradients")]
+        waits = {}
+        for event in (event for event in events if event["ph"] == "s"):
+            from_it = [each for each in slices if each["pid"] == event["pid"] and each["ts"] == event["ts"]]
+            for each in from_it:
+                waits.setdefault(each["args"]["number"], []).append((event["pid"], finish[event["id"]]["pid"]))
+        others = [rank for rank in range(strategy.size) if rank != 1]
+        for number in sorted(waits)[-20:]:
+            assert sorted(waits[number]) == [(1, rank) for rank in others]
+
+
+@pytest.mark.ranks(1, 2)
+def test_counters_and_threads(mpi_tmp_path):
+    def read_rows():
+        with ms.timeline.span("in the reader"):
+            time.sleep(0.02)
+
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        train(strategy)
+        reader = threading.Thread(target=read_rows, name="reader")
+        with ms.timeline.span("in the program"):
+            reader.start()
+            time.sleep(0.01)
+        reader.join()
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+        path = ms.timeline.save(mpi_tmp_path / "trace.json.gz", strategy)
+        strategy.barrier()
+        events = [event for event in read(path) if event["pid"] == strategy.rank]
+        threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+        where = {event["name"]: threads[event["tid"]] for event in events if event["ph"] == "X"}
+        assert where["in the program"] == where["gradient"] == "MainThread" and where["in the reader"] == "reader"
+
+        def counter(name, unit):
+            return [
+                (event["ts"], event["args"][unit]) for event in events if (event["ph"], event["name"]) == ("C", name)
+            ]
+
+        rows = counter("rows", "per second")[-20:]
+        mine = [(end - begin) / 1e6 * rate for (begin, rate), (end, _) in itertools.pairwise(rows)]
+        assert mine == pytest.approx(19 * [8 / strategy.size], rel=0.01) and rows[-1][1] == 0
+        moved = [value for _, value in counter("moved", "bytes")]
+        steps = [after - before for before, after in itertools.pairwise(moved)].count(100 * 8)
+        assert steps >= 20 if strategy.size > 1 else not moved
+        assert moved == sorted(moved)
+        memory = counter("memory", "bytes")[-1][1]
+        assert 0.2 * resident < memory < 5 * resident
 
 
 @pytest.mark.ranks(3)

@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import weakref
 
 import pytest
 
+from mpistrat.comm import recorder as recorder_module
 from mpistrat.comm.monitor import exit_report_process, rank_monitor
 from mpistrat.comm.recorder import GROUPS, KINDS, Recorder, Ring
 
@@ -48,6 +50,55 @@ def test_events_come_back_in_their_order(recorder):
         1000,
     )
     assert KINDS[oldest.kind] == "collective"
+
+
+def test_events_know_their_threads(recorder):
+    name, seen = recorder.name("u", "work"), threading.Event()
+
+    def work():
+        recorder.end(recorder.begin(name))
+        seen.wait()  # else the next thread may get its identifier
+
+    others = [threading.Thread(target=work, name=f"reader {number}") for number in range(2)]
+    recorder.end(recorder.begin(name))
+    for number, thread in enumerate(others):
+        thread.start()
+        while len(recorder.ring()) < number + 2:
+            time.sleep(0.001)
+    seen.set()
+    for thread in others:
+        thread.join()
+    recorder.end(recorder.begin(name))
+    ring = recorder.ring()
+    assert [recorder.threads[number] for number in ring.thread] == ["MainThread", "reader 0", "reader 1", "MainThread"]
+    for _ in range(8):  # the ring is full, and begins anew
+        recorder.end(recorder.begin(name))
+    assert recorder.ring().thread.tolist() == 8 * [0]
+    assert Ring(bytes(recorder._memory)).thread.tolist() == 8 * [0], "as another process reads it"
+
+
+def test_very_many_threads_share_the_last_name(recorder, monkeypatch):
+    name, idents = recorder.name("u", "work"), iter(range(10**6, 10**6 + 600))
+    monkeypatch.setattr(recorder_module, "get_ident", lambda: ident)
+    for ident in idents:  # noqa: B007
+        recorder.end(recorder.begin(name))
+    assert recorder.ring().thread.tolist() == 8 * [255] and len(recorder.threads) == 256
+
+
+def test_numbers_are_kept_with_their_times(recorder, monkeypatch):
+    before = time.perf_counter_ns()
+    for value in range(20):
+        recorder.count("rows", value)
+    counts = recorder.counts()
+    times, values = zip(*counts["rows"], strict=True)
+    assert values == tuple(range(13, 20)) and before <= times[0] and list(times) == sorted(times)
+    assert len(counts["memory"]) == 1, "the memory is sampled seldom"
+    monkeypatch.setattr(recorder_module, "_SAMPLED_NS", 0)
+    recorder.count("rows", 1)
+    assert [value > 10**6 for _, value in recorder.counts()["memory"]] == [True, True]
+    made = Recorder()
+    made.count("rows", 1)
+    assert not made.counts().get("rows"), "before it is opened"
 
 
 def test_the_last_ones_are_kept(recorder):
