@@ -230,7 +230,7 @@ def distributed(torch, strategy, module, optimizer=None, **more):
     import mpistrat as ms
 
     if FAKE:
-        importlib.import_module("mpistrat.torch.distribute")._device_of = lambda strategy: "cpu"
+        importlib.import_module("mpistrat.torch.distribute_model")._device_of = lambda strategy: "cpu"
     with strategy.scope():
         return ms.torch.distribute(module, optimizer, **more)
 
