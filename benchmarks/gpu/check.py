@@ -703,7 +703,7 @@ def save_and_restore():
 
 @item("vars")
 def steps_on_a_stream_of_torchs_own():
-    """What is assigned before a step, and read after it, is in order with the step."""
+    """What is assigned before a step, and read after it, is in order with the step; so are gradients on that stream."""
     torch = torch_()
     import numpy as np
 
@@ -714,7 +714,7 @@ def steps_on_a_stream_of_torchs_own():
         with ms.OneDeviceStrategy("gpu:0") as strategy:
             with strategy.scope():
                 v, optimizer = ms.Variable(np.ones(1000, "f4"), name="v"), make()
-            gradient = cupy.ones(1000, "f4")
+            gradient = cupy.zeros(1000, "f4")
             sync()
 
             def step(optimizer=optimizer, v=v, gradient=gradient):
@@ -722,8 +722,16 @@ def steps_on_a_stream_of_torchs_own():
 
             side = contextlib.nullcontext() if FAKE else torch.cuda.stream(torch.cuda.Stream())
             with side, torch_context(False):
+                stream = torch.cuda.current_stream()
+                own = cupy.cuda.ExternalStream(stream.cuda_stream, stream.device_index)
+                with own:
+                    gradient[...] = 1
                 v.assign(np.full(1000, 7, "f4"))
                 strategy.run(step)
+                with own:
+                    gradient[...] = 5  # of the next step
+                    seen = v.storage(0)[:1000] + 0
+                    close(seen.get(), np.full(1000, expected), 1e-5)
                 close(v.numpy(), np.full(1000, expected), 1e-5)
 
 
