@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from .text import named, printable
 
@@ -15,6 +15,7 @@ __all__ = [
     "CollectiveTimeoutError",
     "ContextError",
     "DeviceError",
+    "DifferenceError",
     "JobError",
     "LaunchError",
     "LayoutError",
@@ -42,6 +43,20 @@ class LayoutError(MpistratError, ValueError):
 
 class DeviceError(MpistratError, ValueError):
     """A device string is malformed, or names a device that this rank does not have."""
+
+
+class DifferenceError(MpistratError, AssertionError):
+    """A program on several ranks computed other numbers than the recorded one on one process.
+
+    Attributes:
+        step: the first step that differs, from 1.
+        ranks: those that differ.
+        operation: the first that differs, such as "output of layers.1 (BatchNorm1d)".
+    """
+
+    def __init__(self, text: str, step: int = 0, ranks: Sequence[int] = (), operation: str = "") -> None:
+        super().__init__(text)
+        self.step, self.ranks, self.operation = step, tuple(ranks), operation
 
 
 class JobError(MpistratError, OSError):

@@ -55,6 +55,7 @@ ROOT = Group(
     "tf.distribute for MPI programs",
     {
         "run": "run:COMMAND",
+        "shadow": "shadow:COMMAND",
         "bench": "bench:COMMAND",
         "plan": "plan:COMMAND",
         "shards": "shards:COMMAND",

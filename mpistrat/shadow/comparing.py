@@ -1,0 +1,411 @@
+"""The comparison of a program on several ranks with its recorded run, and the text of the first difference."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from ..base.errors import DifferenceError
+from ..base.text import counted, named, ranges, shortened
+from .folder import Folder, Point, Step, packed, unpacked
+from .samples import difference, sample_like, tolerance
+from .session import Parameter, Replay, Session
+
+__all__ = ["Comparing", "Report"]
+
+_MOST = 4  # names or rows in a text
+_OWN_ROWS = "Each rank divides by its own rows, not those of the global batch"
+_CLOSE = 1e-2  # the residual of explained gradients, relative to their size
+
+
+class _Finding(NamedTuple):
+    """A difference: where in the recorded order, the operation, the ranks, and the rest of the sentence."""
+
+    order: int
+    operation: str
+    ranks: Sequence[int]
+    text: str
+
+
+class _Reply(NamedTuple):
+    """What one rank found in a step."""
+
+    differ: list[tuple[int, float, float, str]]  # point, difference, tolerance, more on the operation
+    names: list[list[str]]  # of the inputs with rows, by pass
+    draws: dict[str, str]  # the state of the generator by operation
+    missing: list[str]  # recorded operations with other shapes here
+    gradients: dict[str, np.ndarray]  # by the point's number
+    rows: dict[str, np.ndarray]  # digests of rows by the pass's number
+
+
+@final
+class Report:
+    """How much was compared.
+
+    Attributes:
+        steps: compared steps.
+        ranks: of the program.
+        points: compared tensors.
+        nearest: the largest difference relative to its tolerance, and its operation.
+        left_out: operations that could not be compared, with the reason.
+    """
+
+    def __init__(self) -> None:
+        self.steps = self.points = self.ranks = 0
+        self.nearest = (0.0, "")
+        self.left_out: dict[str, str] = {}
+
+    def __str__(self) -> str:
+        text = f"{counted(self.steps, 'step')} on {counted(self.ranks, 'rank')} equal the recorded run on one process"
+        text += f": {counted(self.points, 'tensor')} compared"
+        if self.nearest[1]:
+            text += f", the largest difference has {100 * self.nearest[0]:.0f} % of its tolerance: {self.nearest[1]}"
+        for reason in dict.fromkeys(self.left_out.values()):
+            some = [name for name, why in self.left_out.items() if why == reason]
+            text += f"\nnot compared, {reason}: {shortened(some, _MOST)}"
+        return text
+
+
+@final
+class Comparing(Session):
+    """Compares the steps of a program on several ranks with its recorded run.
+
+    Args:
+        folder, steps, stop: as of `Session`.
+
+    Attributes:
+        report: how much was compared so far.
+        differs: True after a difference.
+    """
+
+    def __init__(self, folder: Folder, steps: int, stop: bool = False) -> None:
+        super().__init__(folder, steps, stop)
+        self.report, self.differs = Report(), False
+        self._repetitions, self._deviations = folder.deviations()
+        self._blind = ""  # the operation after which random numbers differ
+        self._step: Step | None = None
+        self._error = ""
+        self._clear()
+
+    def _clear(self) -> None:
+        self._places: dict[str, int] = {}
+        self._row_of: dict[bytes, tuple[int, int]] = {}
+        self._mine: list[tuple[int, int]] | None = None
+        self._reply = _Reply([], [], {}, [], {}, {})
+
+    def _step_begins(self, parameters: Sequence[Parameter]) -> None:
+        self._clear()
+        try:
+            self._step = self.folder.read(self.number)
+        except (OSError, ValueError) as error:  # raised on all ranks, at the end of the step
+            self._step, self._error = None, str(error)
+        if self._step is not None:
+            self._places = {point.key: place for place, point in enumerate(self._step.points)}
+            for number, each in enumerate(self._step.passes):
+                for row, digest in enumerate(each.joint):
+                    self._row_of.setdefault(digest, (number, row))
+
+    def _pass_begins(self, names: Sequence[str], digests: np.ndarray) -> None:
+        self._reply.rows[f"rows{len(self._reply.names)}"] = digests
+        self._reply.names.append(list(names))
+        joint = [column.tobytes() for column in np.ascontiguousarray(digests.T)]
+        found = [self._row_of.get(digest) for digest in joint]
+        self._mine = None if None in found else [each for each in found if each is not None]
+
+    def _recorded(self, operation: str) -> list[tuple[int, np.ndarray, np.ndarray]]:
+        """Return the recorded points of an operation on this rank's rows: the point's number, its rows, and ours."""
+        count = self._counts[f"{self._passes}: {operation}"]
+        mine = np.array(self._mine or (), np.int64).reshape(-1, 2)
+        found = []
+        for number in np.unique(mine[:, 0]):
+            place = self._places.get(f"{number + 1}: {operation} #{count}")
+            if place is not None:
+                ours = np.flatnonzero(mine[:, 0] == number)
+                found.append((place, mine[ours, 1], ours))
+        return found
+
+    def _handle(self, key: str, operation: str, kind: str, array: np.ndarray) -> None:
+        if self._step is None or self._blind:
+            return
+        if kind == "rows":
+            if self._mine is None:
+                return
+            for place, rows, ours in self._recorded(operation):
+                self._compare(place, array, rows, ours)
+            return
+        place = self._places.get(key)
+        if place is None:
+            return
+        if kind == "all":
+            self._compare(place, array, None, None)
+        else:
+            point, values = self._step.points[place], self._step.values[place]
+            found = sample_like(array, None, point.shape, None, values.shape[-1])
+            if found is not None:
+                self._reply.gradients[str(place)] = found.values
+
+    def _compare(self, place: int, array: np.ndarray, rows: np.ndarray | None, ours: np.ndarray | None) -> None:
+        assert self._step is not None
+        point, values = self._step.points[place], self._step.values[place]
+        number = None if ours is None else self._rows
+        found = sample_like(array, number, point.shape, point.axis, values.shape[-1])
+        if found is None:
+            self._reply.missing.append(point.operation)
+            return
+        theirs, mine = (values, found.values) if ours is None else (values[rows], found.values[ours])
+        far, limit = float(difference(mine, theirs).max(initial=0.0)), self._limit(point, values)
+        self._note(point.operation, far, limit, values)
+        if far > limit:
+            self._reply.differ.append((place, far, limit, self._about))
+
+    def _limit(self, point: Point, values: np.ndarray, scale: float = 0.0) -> float:
+        deviation = self._deviations.get(self.number, {}).get(point.key, 0.0 if not self._repetitions else math.inf)
+        assert self._step is not None
+        epsilon = max(self._step.epsilon, self.epsilon)
+        return tolerance(deviation, epsilon, point.summands, max(scale, _size(values)))
+
+    def _note(self, operation: str, far: float, limit: float, values: np.ndarray) -> None:
+        report = self.report
+        report.points += 1
+        if limit > _size(values) / 2 and limit:
+            report.left_out[f"{operation} from step {self.number}"] = "as rounding explains differences of their size"
+        elif limit and far / limit > report.nearest[0] and far <= limit:
+            report.nearest = far / limit, f"{operation} in step {self.number}"
+
+    def _draw(self, key: str, operation: str, state: np.ndarray, replayable: bool) -> Replay | None:
+        if self._rows:
+            self._reply.draws[key] = state.tobytes().hex()
+        if self._step is None or self._blind:
+            return None
+        if not replayable:
+            self._blind = operation
+            self.report.left_out[f"all after {operation}"] = "as it draws random numbers that cannot be replayed"
+            return None
+        found = self._recorded(operation)
+        if len(found) != 1 or self._mine is None:
+            return None
+        place, rows, _ = found[0]
+        passes = self._step.passes[self._step.points[place].pass_]
+        return Replay(self._step.values[place], passes.digests.shape[1], rows)
+
+    # the end of a step
+
+    def _step_ends(self, ranks: Any) -> None:
+        replies = [self._read(data) for data in _gathered(ranks, self._sent())]
+        errors = [error for _, error in replies if error]
+        if errors:
+            raise ValueError(errors[0])
+        if self._step is None:
+            self.finish(ranks)
+            return
+        all_ = [reply for reply, _ in replies]
+        findings = [*self._of_points(all_), *self._of_rows(all_), *self._of_draws(all_), *self._of_sums(all_)]
+        self.report.ranks = len(all_)
+        for reply in all_:
+            for operation in reply.missing:
+                self.report.left_out[operation] = "as no axis of it is that of the rows"
+        if findings:
+            self.done = self.differs = True
+            raise self._error_of(findings)
+        self.report.steps = self.number
+
+    def _sent(self) -> bytes:
+        reply = self._reply
+        draws = {key: state for key, state in reply.draws.items()}
+        meta = [reply.differ, reply.names, draws, reply.missing, self._error]
+        return packed(meta, {**reply.rows, **{f"gradient{key}": each for key, each in reply.gradients.items()}})
+
+    @staticmethod
+    def _read(data: bytes) -> tuple[_Reply, str]:
+        (differ, names, draws, missing, error), arrays = unpacked(data)
+        gradients = {name[8:]: each for name, each in arrays.items() if name.startswith("gradient")}
+        rows = {name: each for name, each in arrays.items() if name.startswith("rows")}
+        return _Reply([tuple(each) for each in differ], names, draws, missing, gradients, rows), error
+
+    def _of_points(self, replies: Sequence[_Reply]) -> list[_Finding]:
+        assert self._step is not None
+        first = min((place for reply in replies for place, *_ in reply.differ), default=None)
+        if first is None:
+            return []
+        found = {rank: each for rank, reply in enumerate(replies) for each in reply.differ if each[0] == first}
+        _, far, limit, about = max(found.values(), key=lambda each: each[1])
+        point = self._step.points[first]
+        other = f"; {point.about} on one process" if about != point.about else ""
+        operation = f"{point.operation} ({about}{other})" if about else point.operation
+        size = _size(self._step.values[first])
+        text = f"differs by {far:.2g}, where rounding explains {limit:.1g}; its largest value is {size:.2g}"
+        return [_Finding(first, operation, list(found), f"{text}. {_hint(point, about, len(found), len(replies))}")]
+
+    def _of_rows(self, replies: Sequence[_Reply]) -> list[_Finding]:
+        """Compare the rows of all ranks with the recorded ones, in any order."""
+        assert self._step is not None
+        recorded = collections.Counter(digest for each in self._step.passes for digest in each.joint)
+        count = sum(recorded.values())
+        left, extra, total = recorded.copy(), dict[int, list[tuple[int, int]]](), 0
+        for rank, reply in enumerate(replies):
+            for number in range(len(reply.names)):
+                for row, column in enumerate(np.ascontiguousarray(reply.rows[f"rows{number}"].T)):
+                    digest, total = column.tobytes(), total + 1
+                    left[digest] -= 1
+                    if left[digest] < 0:
+                        extra.setdefault(rank, []).append((number, row))
+        missing = sum(max(number, 0) for number in left.values())
+        if not extra and not missing:
+            return []
+        if total != count:
+            text = f"the ranks have {counted(total, 'row')} together, one process {count}"
+            remedy = "Give both the same global batch"
+            first = self._step.passes[0].order if self._step.passes else 0
+            return [_Finding(first, "input", list(extra) or range(len(replies)), f"differs: {text}. {remedy}")]
+        rank, places = next(iter(extra.items()))
+        number, row = places[0]
+        reply = replies[rank]
+        names, digests = reply.names[number], reply.rows[f"rows{number}"]
+        order = self._step.passes[min(number, len(self._step.passes) - 1)].order
+        where = self._whereabouts(digests[:, row], names)
+        texts = ranges(row for at, row in places if at == number)
+        text = f"has other rows: of {', '.join(names)} {named('row', texts)} of its part; {where}"
+        return [_Finding(order, "input", list(extra), text)]
+
+    def _whereabouts(self, digests: np.ndarray, names: Sequence[str]) -> str:
+        """Return where a row that is not in the step comes from."""
+        assert self._step is not None
+        joint = np.ascontiguousarray(digests).tobytes()
+        if joint in self._row_of:
+            return f"the first is row {self._row_of[joint][1]} of the batch, which is there twice"
+        known = self.folder.rows().get(joint)
+        if known:
+            return f"the first is {known} on one process: the ranks read in another order"
+        columns: list[str] = []
+        for place, name in enumerate(names):
+            rows = [int(row) for each in self._step.passes if list(each.names) == list(names)
+                    for row in np.flatnonzero(each.digests[place] == digests[place])]  # fmt: skip
+            columns.append(f"{name} is that of row {rows[0]}" if rows else f"{name} is not in the batch")
+        if len(names) > 1 and any("row" in each for each in columns):
+            return f"of the first {' and '.join(columns)}"
+        return "the first is in no step of one process: other data, or computed otherwise before the step"
+
+    def _of_draws(self, replies: Sequence[_Reply]) -> list[_Finding]:
+        """Find ranks whose generators have equal states where they draw random numbers."""
+        assert self._step is not None
+        ranks_of: dict[tuple[str, str], list[int]] = {}
+        for rank, reply in enumerate(replies):
+            for key, state in reply.draws.items():
+                ranks_of.setdefault((key, state), []).append(rank)
+        found = []
+        for (key, _), ranks in ranks_of.items():
+            if len(ranks) > 1:
+                operation = key.partition(": ")[2].rpartition(" #")[0]
+                text = "draw equal random numbers for different rows. Seed each rank with its number"
+                found.append(_Finding(self._places.get(key, 0), operation, ranks, text))
+        return found
+
+    def _of_sums(self, replies: Sequence[_Reply]) -> list[_Finding]:
+        """Compare the sums of the ranks' gradients."""
+        assert self._step is not None
+        found: _Finding | None = None
+        differ = 0
+        points = [place for place, point in enumerate(self._step.points) if point.kind == "sum"]
+        for place in () if self._blind else points:
+            parts = [reply.gradients.get(str(place)) for reply in replies]
+            there = [part for part in parts if part is not None]
+            point, values = self._step.points[place], self._step.values[place]
+            total = np.sum(there, axis=0) if there else np.zeros_like(values)
+            far = float(difference(total, values).max(initial=0.0))
+            limit = self._limit(point, values, max((_size(part) for part in there), default=0.0))
+            self._note(f"sum of {point.operation}", far, limit, values)
+            if far <= limit:
+                continue
+            differ += 1
+            if found is None:
+                text = f"differs by {far:.2g} in its sum over the ranks, where rounding explains {limit:.1g}"
+                found = _Finding(place, point.operation, range(len(parts)), text)
+        if found is None:
+            return []
+        ranks, why = self._explain(replies, points)
+        text = f"{found.text}; so do {differ} of {counted(len(points), 'gradient')}. {why}"
+        return [found._replace(text=text, ranks=ranks or found.ranks)]
+
+    def _explain(self, replies: Sequence[_Reply], points: Sequence[int]) -> tuple[list[int], str]:
+        """Return the ranks whose gradients count too much or too little, and how much, by least squares."""
+        assert self._step is not None
+        size = len(replies)
+        columns = [np.concatenate([self._part(reply, place) for place in points]) for reply in replies]
+        recorded = np.concatenate([self._step.values[place] for place in points])
+        zero = [rank for rank, column in enumerate(columns) if not column.any()]
+        if zero and len(zero) < size:
+            return zero, f"{named('rank', zero)} adds zeros"
+        matrix = np.stack(columns, 1)
+        if not np.isfinite(matrix).all() or not recorded.any():
+            return [], ""
+        shares, _, independent, _ = np.linalg.lstsq(matrix, recorded, rcond=1e-4)
+        if independent < size or np.linalg.norm(matrix @ shares - recorded) > _CLOSE * np.linalg.norm(recorded):
+            ratio = float(matrix.sum(1) @ recorded / (recorded @ recorded))
+            if np.linalg.norm(matrix.sum(1) - ratio * recorded) <= _CLOSE * np.linalg.norm(ratio * recorded):
+                return [], _times(ratio, size)
+            return [], "It is no multiple of one process's: look at the loss, and at what follows the last equal output"
+        rows = np.array([sum(each.shape[1] for each in reply.rows.values()) for reply in replies])
+        if rows.all() and np.allclose(shares, rows / rows.sum(), rtol=_CLOSE):
+            return [], f"{_OWN_ROWS} ({', '.join(map(str, rows))})"
+        if shares.max() - shares.min() < _CLOSE * abs(shares).max():
+            return [], _times(1 / float(shares.mean()), size)
+        wrong = [rank for rank, share in enumerate(shares) if abs(share - 1) > _CLOSE]
+        each = ", ".join(f"rank {rank}'s {1 / shares[rank]:.3g} times" for rank in wrong if shares[rank])
+        return wrong, f"It has {each} what it should be" if each else ""
+
+    def _part(self, reply: _Reply, place: int) -> np.ndarray:
+        assert self._step is not None
+        found = reply.gradients.get(str(place))
+        return np.zeros_like(self._step.values[place]) if found is None else found
+
+    def _error_of(self, findings: Sequence[_Finding]) -> DifferenceError:
+        assert self._step is not None
+        first = min(findings, key=lambda each: each.order)
+        before = [point.operation for point in self._step.points[: first.order] if point.kind != "draw"]
+        equal = f" Equal before it in this step: {counted(len(before), 'tensor')}, the last {before[-1]}." if before else ""
+        text = f"step {self.number}, {named('rank', list(first.ranks))}, {first.operation}: {first.text.rstrip('. ')}.{equal}"
+        if not self._repetitions:
+            text += " Rounding was not measured (ms.shadow.round_off), so the tolerance is that of one sum."
+        return DifferenceError(f"ms.shadow: {text}", self.number, list(first.ranks), first.operation)
+
+
+def _times(ratio: float, size: int) -> str:
+    text = f"The sum is {ratio:.4g} times that of one process"
+    if abs(ratio - size) < _CLOSE * size:
+        return f"{text}. {_OWN_ROWS}"
+    if abs(ratio * size - 1) < _CLOSE:
+        return f"{text}: the sum is divided by the number of ranks, though the loss is already"
+    return f"{text}: look at the divisor of the loss"
+
+
+def _hint(point: Point, about: str, differ: int, size: int) -> str:
+    if point.kind == "rows":
+        if "BatchNorm" in about:
+            return "It uses the statistics of this rank's rows: sync_batch_norm=True uses those of all"
+        return "Its inputs are equal: does it use the other rows of the batch, or settings or weights of this rank"
+    if point.operation.endswith("at the start of the step"):
+        return "A write between the steps, or at the start, differs" + (" on these ranks only" if differ < size else "")
+    if point.operation.endswith("after the update"):
+        return "The sum of the gradients is equal: look at the update" + (
+            ", such as the learning rate, aggregation, or a write" if differ == size else " of these ranks"
+        )
+    return ""
+
+
+def _size(values: np.ndarray) -> float:
+    finite = np.abs(values[np.isfinite(values)])
+    return float(finite.max(initial=0.0))
+
+
+def _gathered(ranks: Any, data: bytes) -> list[bytes]:
+    """Return each rank's bytes. Collective over the ranks of a strategy, or of a group of torch.distributed."""
+    extended = getattr(ranks, "extended", None)
+    if extended is None:
+        return list(ranks.all_gather_object(data))
+    group = extended.process_group
+    with group.collective("ms.shadow"):
+        return list(group.all_gather_bytes(data))

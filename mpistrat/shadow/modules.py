@@ -1,0 +1,185 @@
+"""Sessions of `ms.shadow` see modules and optimizers of torch, by torch's own hooks for all of them.
+
+**Random numbers.** A module that changes the state of its generator while it runs draws random numbers, and ranks draw others than
+one process for the same rows. Masks of dropout are replayed: the rank draws those of the whole batch from the recorded state, and
+uses its rows of them. Any other module ends the comparison of outputs: what follows cannot be equal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, final
+
+import torch
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
+
+from ..base import context
+from .session import Parameter, Session
+
+__all__ = ["hooked"]
+
+_DROPOUT: dict[type, Callable[..., torch.Tensor]] = {
+    torch.nn.Dropout: torch.nn.functional.dropout,
+    torch.nn.Dropout1d: torch.nn.functional.dropout1d,
+    torch.nn.Dropout2d: torch.nn.functional.dropout2d,
+    torch.nn.Dropout3d: torch.nn.functional.dropout3d,
+}
+
+
+@contextlib.contextmanager
+def hooked(session: Session) -> Iterator[None]:
+    """Return the context in which a session sees the calls of torch. Local."""
+    seen = _Modules(session)
+    handles = [
+        modules.register_module_forward_pre_hook(seen.before),
+        modules.register_module_forward_hook(seen.after, always_call=True),
+        optimizers.register_optimizer_step_pre_hook(seen.before_step),
+        optimizers.register_optimizer_step_post_hook(seen.after_step),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Frame(NamedTuple):
+    """A module that runs."""
+
+    module: torch.nn.Module
+    state: torch.Tensor  # of the generator before it
+
+
+@final
+class _Modules:
+    """What runs."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._frames: list[_Frame] = []
+        self._known = torch.empty(0, dtype=torch.uint8)  # the state of the generator after the last draw that was seen
+        self._names: dict[int, str] = {}
+        self._root: torch.nn.Module | None = None
+        self._skipped = False
+        self._drew: list[bool] = []
+
+    def _ignores(self, module: torch.nn.Module) -> bool:
+        recomputes = torch._C._current_graph_task_id() != -1  # in a backward pass
+        return self._session.done or recomputes or torch.jit.is_tracing()
+
+    def before(self, module: torch.nn.Module, args: Any) -> None:
+        """Handle the start of a module."""
+        if self._ignores(module):
+            return
+        if not self._frames:
+            self._skipped = not module.training or not torch.is_grad_enabled() or not self._begin(module, args)
+        if not self._skipped:
+            self._look()
+        self._frames.append(_Frame(module, self._known))
+        self._drew.append(False)
+
+    def _begin(self, module: torch.nn.Module, args: Any) -> bool:
+        """Begin a pass; return False if it has no row."""
+        inputs = {}
+        for number, value in enumerate(_tensors(args)):
+            if value.ndim:
+                if not len(value):
+                    return False
+                inputs[f"input {number} of {type(module).__name__}"] = value
+        if not inputs:
+            return False
+        if self._root is not module:
+            self._root = module
+            inner = getattr(module, "module", None)
+            self._names = {id(each): name for name, each in module.named_modules()}
+            if isinstance(module, torch.nn.parallel.DistributedDataParallel) and inner is not None:
+                self._names = {id(each): name for name, each in inner.named_modules()}
+        parameters = [Parameter(_plain(name), value) for name, value in module.named_parameters() if value.requires_grad]
+        session, self._known = self._session, torch.get_rng_state()
+        inside = context.has_strategy() and context.get_replica_context() is not None
+        if inside and session.inputs_known:
+            for name, value in inputs.items():
+                session.value("rows", name, value)
+        else:
+            session.begin(inputs, parameters)
+        return True
+
+    def _look(self) -> None:
+        """Record whether the module that runs has drawn random numbers since the last look."""
+        state = torch.get_rng_state()
+        if self._drew and not torch.equal(state, self._known):
+            self._drew[-1] = True
+        self._known = state
+
+    def after(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
+        """Handle the end of a module; return another output if random numbers are replayed."""
+        if self._session.done or not self._frames or self._frames[-1].module is not module:
+            return None
+        if self._skipped or output is None:
+            self._frames.pop()
+            self._drew.pop()
+            return None
+        self._look()
+        frame, drew = self._frames.pop(), self._drew.pop()
+        name = self._names.get(id(module), "")
+        operation = f"output of {_plain(name) or 'the model'}"
+        if drew:
+            output = self._replayed(frame, operation, args, output)
+        for value in _tensors(output):
+            self._session.value("rows", operation, value, about=type(module).__name__)
+        return output
+
+    def _replayed(self, frame: _Frame, operation: str, args: Any, output: Any) -> Any:
+        """Return the output of dropout by the recorded random numbers, or the same output."""
+        draws = _DROPOUT.get(type(frame.module))
+        replay = self._session.draw(operation, frame.state.numpy(), draws is not None)
+        if replay is None or draws is None:
+            return output
+        given: torch.Tensor = args[0]
+        torch.set_rng_state(torch.from_numpy(replay.state))
+        ones = torch.ones((replay.rows, *given.shape[1:]), dtype=given.dtype)
+        mask = draws(ones, frame.module.p, True)[torch.from_numpy(replay.mine)]
+        torch.set_rng_state(self._known)
+        return given * mask.to(given.device)
+
+    # optimizers that are not this package's
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Handle the start of a step of a plain optimizer, whose gradients are those of all ranks."""
+        self._frames.clear()
+        self._drew.clear()
+        if self._session.done or self._root is None or hasattr(optimizer, "mpistrat_rule"):
+            return
+        for name, value in self._parameters(optimizer):
+            if value.grad is not None:
+                self._session.gradient(name, value.grad, local=False)
+
+    def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Handle the end of a step of a plain optimizer. Collective."""
+        if self._session.done or self._root is None or hasattr(optimizer, "mpistrat_rule"):
+            return
+        self._session.end(context.ranks_of(None, "ms.shadow"), self._parameters(optimizer))
+
+    def _parameters(self, optimizer: Any) -> list[Parameter]:
+        assert self._root is not None
+        mine = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        return [Parameter(_plain(name), each) for name, each in self._root.named_parameters() if id(each) in mine]
+
+
+def _plain(name: str) -> str:
+    """Return a name without the prefix of DistributedDataParallel."""
+    return name.removeprefix("module.")
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of nested tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)

@@ -1,0 +1,340 @@
+"""Sessions: what sees a program's tensors, one step after the other. `Recording` writes them, `Rounding` changes parameters
+by rounding and measures how far it carries, `compare.Comparing` compares them on several ranks.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from ..base import nest
+from ..base.distributed_values import DistributedValues
+from ..base.errors import explain
+from ..base.observers import Observer
+from .folder import Folder, Pass, Point, Step
+from .samples import difference, epsilon_of, host, row_digests, sample, sample_like
+
+__all__ = ["Parameter", "Recording", "Replay", "Rounding", "Session"]
+
+_AFTER = "parameter {} after the update"
+_START = "parameter {} at the start of the step"
+
+
+class Parameter(NamedTuple):
+    """A parameter of the program.
+
+    Attributes:
+        name: as the program knows it.
+        value: its array or tensor, which shares its memory.
+    """
+
+    name: str
+    value: Any
+
+
+class Replay(NamedTuple):
+    """The random numbers of the recorded run at an operation.
+
+    Attributes:
+        state: of the generator before it.
+        rows: of the whole batch.
+        mine: the numbers of this rank's rows in it.
+    """
+
+    state: np.ndarray
+    rows: int
+    mine: np.ndarray
+
+
+class Session(Observer):
+    """What sees the tensors of a program's first steps.
+
+    Args:
+        folder: of the recorded run.
+        steps: that it sees.
+        stop: True to end the program after them.
+
+    Attributes:
+        done: True after the last step.
+    """
+
+    def __init__(self, folder: Folder, steps: int, stop: bool = False) -> None:
+        self.folder, self.steps, self._stop = folder, steps, stop
+        self.done, self.number = False, 1
+        self.epsilon = 0.0
+        self._start_step()
+
+    def _start_step(self) -> None:
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._passes, self._begun, self._rows = 0, False, 0
+        self._widest = 1.0
+        self._gradients: list[Parameter] = []
+        self._inputs_of_run = False
+        self._about = ""
+
+    # the calls of strategies and optimizers
+
+    def run(self, strategy: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if self.done or strategy.extended.is_default:
+            return
+        self.check(strategy)
+        structure = (tuple(args), dict(kwargs))
+        inputs = {}
+        for path, leaf in zip(nest.paths(structure), nest.flatten(structure), strict=True):
+            value = leaf.values[0] if isinstance(leaf, DistributedValues) else leaf
+            if getattr(value, "ndim", 0) and not hasattr(value, "placement"):
+                inputs[f"argument {path}"] = value
+        self._inputs_of_run = False
+        self.begin(inputs, self.variables_of(strategy))
+        self._inputs_of_run = bool(inputs)
+
+    def gradients(
+        self, strategy: Any, optimizer: Any, replicas: Sequence[Sequence[tuple[Any, Any]]], aggregate: bool
+    ) -> None:
+        if self.done or strategy.extended.is_default:
+            return
+        self.check(strategy)
+        if not self._begun:  # a program without strategy.run, or modules
+            self.begin({}, self.variables_of(strategy))
+        factor = getattr(optimizer, "scale", 1.0)  # of torch's sums of means
+        for gradient, variable in replicas[0]:
+            if gradient is not None:
+                self.gradient(variable.name, gradient, factor if isinstance(factor, float) else 1.0, aggregate)
+
+    def updated(self, strategy: Any, optimizer: Any, replicas: Sequence[Sequence[tuple[Any, Any]]]) -> None:
+        if self.done or strategy.extended.is_default:
+            return
+        pairs = replicas[0]
+        self.end(strategy, [Parameter(variable.name, variable.storage(0)) for _, variable in pairs])
+
+    def check(self, strategy: Any) -> None:
+        """Raise ValueError for a strategy whose replicas are not its ranks.
+
+        Raises:
+            ValueError: several replicas on a rank, several ranks of a replica, or parameter servers.
+        """
+        placement = strategy.extended.placement
+        served = placement.store is not None
+        if served or strategy.num_replicas_in_sync != strategy.size:
+            got = "parameter servers" if served else f"{strategy.num_replicas_in_sync} on {strategy.size} ranks"
+            remedy = "Run the program with one device on each rank, without servers or a mesh that divides a replica"
+            expected = "one replica on each rank"
+            raise ValueError(explain("ms.shadow", "", expected=expected, got=got, remedy=remedy))
+
+    @staticmethod
+    def variables_of(strategy: Any) -> list[Parameter]:
+        """Return the trainable variables of a strategy."""
+        variables = strategy.extended.variables
+        return [Parameter(each.name, each.storage(0)) for each in variables if each.trainable]
+
+    # the parts of a step
+
+    @property
+    def inputs_known(self) -> bool:
+        """True if the rows of this pass are those of the arguments of `strategy.run`."""
+        return self._inputs_of_run
+
+    def begin(self, inputs: Mapping[str, Any], parameters: Iterable[Parameter]) -> None:
+        """Begin a pass with these inputs; the first of a step begins the step."""
+        if not self._begun:
+            self._begun = True
+            parameters = list(parameters)
+            self._step_begins(parameters)
+            for each in parameters:
+                self.value("all", _START.format(each.name), each.value)
+        rows = next((len(each) for each in inputs.values() if getattr(each, "ndim", 0)), None)
+        self._rows = 0 if rows is None else rows
+        named = {} if rows is None else {name: x for name, x in inputs.items() if x.ndim and len(x) == rows}
+        if named:
+            self._widest = max(self._widest, *(math.prod(x.shape[1:]) for x in named.values()))
+            digests = np.array([row_digests(each, self._rows) for each in named.values()])
+            self._pass_begins(list(named), digests.reshape(len(named), self._rows))
+            self._passes += 1
+
+    def value(self, kind: str, operation: str, value: Any, factor: float = 1.0, about: str = "") -> None:
+        """Handle a tensor; without floating numbers it is left out. `about` may differ from the recorded run."""
+        found = None if self.done else host(value)
+        if found is None:
+            return
+        array, dtype = found
+        self.epsilon = max(self.epsilon, epsilon_of(dtype))
+        if kind == "rows":
+            if not self._passes:
+                return
+            self._widest = max(self._widest, array.size / max(self._rows, 1))
+        self._about = about
+        self._handle(self._key(operation, kind), operation, kind, array * factor if factor != 1.0 else array)
+
+    def gradient(self, name: str, value: Any, factor: float = 1.0, local: bool = True) -> None:
+        """Handle a gradient; a local one's sum over the ranks, times the factor, is that of one process."""
+        self.value("sum" if local else "all", f"gradient of {name}", value, factor)
+
+    def end(self, ranks: Any, parameters: Iterable[Parameter]) -> None:
+        """End a step after the update of these parameters. Collective."""
+        if not self._begun:
+            return
+        for each in parameters:
+            self.value("all", _AFTER.format(each.name), each.value)
+        self._step_ends(ranks)
+        self._start_step()
+        self.number += 1
+        if self.number > self.steps:
+            self.finish(ranks)
+
+    def finish(self, ranks: Any) -> None:
+        """End the session, and the program if that was asked for. Call it on every rank."""
+        self.done = True
+        if self._stop:
+            raise SystemExit(0)
+
+    def close(self) -> None:
+        """End the session at the end of the program. Local."""
+        self.done = True
+
+    def draw(self, operation: str, state: np.ndarray, replayable: bool) -> Replay | None:
+        """Handle an operation that draws random numbers; return the recorded ones, if they are to be replayed."""
+        return None if self.done else self._draw(self._key(operation, "draw"), operation, state, replayable)
+
+    def _key(self, operation: str, kind: str) -> str:
+        """Return a name that is unique in the step: of the number of the pass too, unless it is the same in all passes."""
+        where = f"{self._passes}: " if kind in ("rows", "draw") else ""
+        self._counts[where + operation] += 1
+        return f"{where}{operation} #{self._counts[where + operation]}"
+
+    def _step_begins(self, parameters: Sequence[Parameter]) -> None:
+        """Handle the begin of a step."""
+
+    @abstractmethod
+    def _pass_begins(self, names: Sequence[str], digests: np.ndarray) -> None:
+        """Handle the begin of a pass of rows; `digests` has a row for each input."""
+
+    @abstractmethod
+    def _handle(self, key: str, operation: str, kind: str, array: np.ndarray) -> None:
+        """Handle a tensor."""
+
+    def _draw(self, key: str, operation: str, state: np.ndarray, replayable: bool) -> Replay | None:
+        """Handle random numbers."""
+        return None
+
+    def _step_ends(self, ranks: Any) -> None:
+        """Handle the end of a step. Collective."""
+
+    def summands(self, kind: str, rows: int) -> float:
+        """Return the number of summands of a tensor's elements: see `samples`."""
+        return self._widest * (1 if kind == "rows" else max(rows, 1))
+
+
+class _OfOneProcess(Session):
+    """A session of one process."""
+
+    def check(self, strategy: Any) -> None:
+        super().check(strategy)
+        if strategy.size > 1:
+            got = f"{strategy.size} ranks"
+            raise ValueError(explain("ms.shadow", "", expected="one process, of which the run is recorded", got=got))
+
+
+@final
+class Recording(_OfOneProcess):
+    """Writes the steps of one process into a folder.
+
+    Args:
+        folder, steps, stop: as of `Session`.
+        elements: that are kept of each tensor; 0 for all.
+    """
+
+    def __init__(self, folder: Folder, steps: int, elements: int, stop: bool = False) -> None:
+        super().__init__(folder, steps, stop)
+        self._elements = elements
+        self._step = Step([], [], [], 0.0)
+
+    def _pass_begins(self, names: Sequence[str], digests: np.ndarray) -> None:
+        self._step.passes.append(Pass(len(self._step.points), names, digests))
+
+    def _handle(self, key: str, operation: str, kind: str, array: np.ndarray) -> None:
+        found = sample(array, self._rows if kind == "rows" else None, self._elements)
+        if found is not None:
+            number = self.summands(kind, self._rows)
+            about = (self._passes - 1, self._about, number, found.shape, found.axis)
+            self._add(Point(key, operation, kind, *about), found.values)
+
+    def _draw(self, key: str, operation: str, state: np.ndarray, replayable: bool) -> Replay | None:
+        self._add(Point(key, operation, "draw" if replayable else "blind", self._passes - 1), state)
+        return None
+
+    def _add(self, point: Point, values: np.ndarray) -> None:
+        self._step.points.append(point)
+        self._step.values.append(values)
+
+    def _step_ends(self, ranks: Any) -> None:
+        self.folder.write(self.number, self._step._replace(epsilon=self.epsilon))
+        self._step = Step([], [], [], 0.0)
+
+
+@final
+class Rounding(_OfOneProcess):
+    """Repeats the recorded run with parameters changed by rounding, and adds the differences to its folder.
+
+    Args:
+        folder, steps, stop: as of `Session`.
+    """
+
+    def __init__(self, folder: Folder, steps: int, stop: bool = False) -> None:
+        super().__init__(folder, steps, stop)
+        number = folder.deviations()[0]
+        self._random = np.random.default_rng(number)
+        self._found: dict[int, dict[str, float]] = {}
+        self._known: dict[str, tuple[Point, np.ndarray]] = {}
+
+    def _step_begins(self, parameters: Sequence[Parameter]) -> None:
+        step = self.folder.read(self.number)
+        points = [] if step is None else zip(step.points, step.values, strict=True)
+        self._known = {point.key: (point, values) for point, values in points}
+        self._found[self.number] = {}
+        for each in parameters:
+            _round(each.value, self._random)
+
+    def _pass_begins(self, names: Sequence[str], digests: np.ndarray) -> None:
+        pass
+
+    def _handle(self, key: str, operation: str, kind: str, array: np.ndarray) -> None:
+        known = self._known.get(key)
+        if known is None:
+            return
+        point, values = known
+        rows = self._rows if kind == "rows" else None
+        found = sample_like(array, rows, point.shape, point.axis, values.shape[-1])
+        same = found is not None and found.values.shape == values.shape
+        far = difference(found.values, values).max(initial=0.0) if found is not None and same else math.inf
+        self._found[self.number][key] = float(far)
+
+    def finish(self, ranks: Any) -> None:
+        self.close()
+        super().finish(ranks)
+
+    def close(self) -> None:
+        if not self.done:
+            self.folder.write_deviations(self._found)
+        super().close()
+
+
+def _round(value: Any, random: np.random.Generator) -> None:
+    """Multiply a parameter, in place, by 1 ± ε √(fan-in), with random signs."""
+    found = host(value)
+    if found is None:
+        return
+    array, dtype = found
+    size = epsilon_of(dtype) * math.sqrt(math.prod(array.shape[1:]) if array.ndim > 1 else 1.0)
+    factors = 1.0 + size * random.choice([-1.0, 1.0], array.shape)
+    if hasattr(value, "detach"):
+        tensor = value.detach()
+        tensor.copy_(tensor.double().mul_(tensor.new_tensor(factors, dtype=tensor.double().dtype)))
+    elif hasattr(value, "get") and not isinstance(value, np.ndarray):  # CuPy's
+        value.set((value.get().astype(np.float64) * factors).astype(value.dtype))
+    else:
+        value[...] = (value.astype(np.float64) * factors).astype(value.dtype)

@@ -1,0 +1,58 @@
+"""Run a Python program within a session of `ms.shadow`: python -m mpistrat.shadow.start MODE FOLDER STEPS ELEMENTS PROGRAM …"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from ..cluster.launcher_variables import launched_rank
+from .comparing import Comparing
+from .contexts import installed
+from .folder import Folder
+from .session import Recording, Rounding, Session
+
+__all__ = ["MODES", "main"]
+
+MODES = ("record", "round", "compare")
+_FUNCTION = "mpistrat shadow"
+
+
+def main(words: list[str]) -> None:
+    """Run a program; a comparison prints its report at the end. Collective, if the program is."""
+    mode, path, steps, elements, *program = words
+    folder, count = Folder(Path(path), _FUNCTION), int(steps)
+    session: Session
+    if mode == "record":
+        folder.clear()
+        session = Recording(folder, count, int(elements), stop=True)
+    elif mode == "round":
+        session = Rounding(folder, count, stop=True)
+    else:
+        session = Comparing(folder, count, stop=True)
+    if importlib.util.find_spec("torch") is not None:  # its hooks must be there before the program's first module
+        importlib.import_module("torch")
+    if not getattr(sys.flags, "safe_path", False):  # like Python does for the program
+        sys.path.insert(0, os.getcwd() if program[0] == "-m" else str(Path(program[0]).resolve().parent))
+    with contextlib.ExitStack() as stack:
+        stack.callback(_report, session)
+        stack.enter_context(installed(session))
+        if program[0] == "-m":
+            sys.argv = program[1:]
+            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = program
+            runpy.run_path(program[0], run_name="__main__")
+
+
+def _report(session: Session) -> None:
+    """Print how much was compared, on rank 0, unless a difference was found."""
+    if isinstance(session, Comparing) and not session.differs and launched_rank() in (None, 0):
+        print(f"{_FUNCTION}: {session.report}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
