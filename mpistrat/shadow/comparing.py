@@ -40,6 +40,7 @@ class _Reply(NamedTuple):
     missing: list[str]  # recorded operations with other shapes here
     gradients: dict[str, np.ndarray]  # by the point's number
     rows: dict[str, np.ndarray]  # digests of rows by the pass's number
+    blind: str  # the operation after which random numbers differ, "" for none
 
 
 @final
@@ -93,9 +94,10 @@ class Comparing(Session):
 
     def _clear(self) -> None:
         self._places: dict[str, int] = {}
-        self._row_of: dict[bytes, tuple[int, int]] = {}
+        self._rows_of: dict[bytes, list[tuple[int, int]]] = {}  # pass and number of the recorded rows, by digest
+        self._ambiguous = False  # True if it is unknown which of several equal rows this rank has
         self._mine: list[tuple[int, int]] | None = None
-        self._reply = _Reply([], [], {}, [], {}, {})
+        self._reply = _Reply([], [], {}, [], {}, {}, "")
 
     def _step_begins(self, parameters: Sequence[Parameter]) -> None:
         self._clear()
@@ -107,14 +109,14 @@ class Comparing(Session):
             self._places = {point.key: place for place, point in enumerate(self._step.points)}
             for number, each in enumerate(self._step.passes):
                 for row, digest in enumerate(each.joint):
-                    self._row_of.setdefault(digest, (number, row))
+                    self._rows_of.setdefault(digest, []).append((number, row))
 
     def _pass_begins(self, names: Sequence[str], digests: np.ndarray) -> None:
         self._reply.rows[f"rows{len(self._reply.names)}"] = digests
         self._reply.names.append(list(names))
         joint = [column.tobytes() for column in np.ascontiguousarray(digests.T)]
-        found = [self._row_of.get(digest) for digest in joint]
-        self._mine = None if None in found else [each for each in found if each is not None]
+        found = [self._rows_of.get(digest, []) for digest in joint]
+        self._mine, self._ambiguous = _chosen(found) if all(found) else (None, False)
 
     def _recorded(self, operation: str) -> list[tuple[int, np.ndarray, np.ndarray]]:
         """Return the recorded points of an operation on this rank's rows: the point's number, its rows, and ours."""
@@ -176,21 +178,22 @@ class Comparing(Session):
         elif limit and far / limit > report.nearest[0] and far <= limit:
             report.nearest = far / limit, f"{operation} in step {self.number}"
 
-    def _draw(self, key: str, operation: str, state: np.ndarray, replayable: bool) -> Replay | None:
+    def _draw(self, key: str, operation: str, state: np.ndarray, shape: Sequence[int] | None) -> Replay | None:
         if self._rows:
             self._reply.draws[key] = state.tobytes().hex()
-        if self._step is None or self._blind:
-            return None
-        if not replayable:
-            self._blind = operation
-            self.report.left_out[f"all after {operation}"] = "as it draws random numbers that cannot be replayed"
+        if self._step is None or self._blind or self._mine is None:
             return None
         found = self._recorded(operation)
-        if len(found) != 1 or self._mine is None:
-            return None
-        place, rows, _ = found[0]
-        passes = self._step.passes[self._step.points[place].pass_]
-        return Replay(self._step.values[place], passes.digests.shape[1], rows)
+        if len(found) == 1 and shape is not None and not self._ambiguous:
+            place, rows, _ = found[0]
+            point = self._step.points[place]
+            if point.axis is not None:
+                expected = list(point.shape)
+                expected[point.axis] = self._rows
+                if list(shape) == expected:
+                    return Replay(self._step.values[place], point.shape, point.axis, rows)
+        self._blind = operation
+        return None
 
     # the end of a step
 
@@ -203,6 +206,9 @@ class Comparing(Session):
             self.finish(ranks)
             return
         all_ = [reply for reply, _ in replies]
+        self._blind = next((reply.blind for reply in all_ if reply.blind), "")
+        if self._blind:
+            self.report.left_out[f"all after {self._blind}"] = "as it draws random numbers that cannot be replayed"
         findings = [*self._of_points(all_), *self._of_rows(all_), *self._of_draws(all_), *self._of_sums(all_)]
         self.report.ranks = len(all_)
         for reply in all_:
@@ -215,16 +221,15 @@ class Comparing(Session):
 
     def _sent(self) -> bytes:
         reply = self._reply
-        draws = {key: state for key, state in reply.draws.items()}
-        meta = [reply.differ, reply.names, draws, reply.missing, self._error]
+        meta = [reply.differ, reply.names, reply.draws, reply.missing, self._blind, self._error]
         return packed(meta, {**reply.rows, **{f"gradient{key}": each for key, each in reply.gradients.items()}})
 
     @staticmethod
     def _read(data: bytes) -> tuple[_Reply, str]:
-        (differ, names, draws, missing, error), arrays = unpacked(data)
+        (differ, names, draws, missing, blind, error), arrays = unpacked(data)
         gradients = {name[8:]: each for name, each in arrays.items() if name.startswith("gradient")}
         rows = {name: each for name, each in arrays.items() if name.startswith("rows")}
-        return _Reply([tuple(each) for each in differ], names, draws, missing, gradients, rows), error
+        return _Reply([tuple(each) for each in differ], names, draws, missing, gradients, rows, blind), error
 
     def _of_points(self, replies: Sequence[_Reply]) -> list[_Finding]:
         assert self._step is not None
@@ -275,8 +280,8 @@ class Comparing(Session):
         """Return where a row that is not in the step comes from."""
         assert self._step is not None
         joint = np.ascontiguousarray(digests).tobytes()
-        if joint in self._row_of:
-            return f"the first is row {self._row_of[joint][1]} of the batch, which is there twice"
+        if joint in self._rows_of:
+            return f"the first is row {self._rows_of[joint][0][1]} of the batch, which ranks have more often than one process"
         known = self.folder.rows().get(joint)
         if known:
             return f"the first is {known} on one process: the ranks read in another order"
@@ -373,6 +378,32 @@ class Comparing(Session):
         return DifferenceError(f"ms.shadow: {text}", self.number, list(first.ranks), first.operation)
 
 
+def _chosen(candidates: Sequence[Sequence[tuple[int, int]]]) -> tuple[list[tuple[int, int]], bool]:
+    """Return one recorded row for each of this rank's, and True if some were guessed.
+
+    Of equal rows it takes the one on the line through the rows that are there once: ranks have blocks of the batch, or every
+    n-th row.
+
+    Example:
+        >>> _chosen([[(0, 4)], [(0, 1), (0, 5)], [(0, 6)]])
+        ([(0, 4), (0, 5), (0, 6)], False)
+    """
+    unique = [(place, each[0]) for place, each in enumerate(candidates) if len(each) == 1]
+    chosen, guessed = [], False
+    for place, each in enumerate(candidates):
+        if len(each) == 1 or not unique:
+            chosen.append(each[0])
+            guessed = guessed or len(each) > 1
+            continue
+        near = sorted(unique, key=lambda known: abs(known[0] - place))[:2]
+        (first, (number, row)), (last, (_, end)) = near[0], near[-1]
+        step = (end - row) // (last - first) if last != first else 1
+        expected = (number, row + step * (place - first))
+        guessed = guessed or expected not in each
+        chosen.append(expected if expected in each else each[0])
+    return chosen, guessed
+
+
 def _times(ratio: float, size: int) -> str:
     text = f"The sum is {ratio:.4g} times that of one process"
     if abs(ratio - size) < _CLOSE * size:
@@ -389,6 +420,8 @@ def _hint(point: Point, about: str, differ: int, size: int) -> str:
         return "Its inputs are equal: does it use the other rows of the batch, or settings or weights of this rank"
     if point.operation.endswith("at the start of the step"):
         return "A write between the steps, or at the start, differs" + (" on these ranks only" if differ < size else "")
+    if point.operation.startswith("gradient"):
+        return "It should be that of the whole batch here: is the model in DistributedDataParallel, are gradients reduced"
     if point.operation.endswith("after the update"):
         return "The sum of the gradients is equal: look at the update" + (
             ", such as the learning rate, aggregation, or a write" if differ == size else " of these ranks"

@@ -134,15 +134,14 @@ class _Modules:
     def _replayed(self, frame: _Frame, operation: str, args: Any, output: Any) -> Any:
         """Return the output of dropout by the recorded random numbers, or the same output."""
         draws = _DROPOUT.get(type(frame.module))
-        replay = self._session.draw(operation, frame.state.numpy(), draws is not None)
+        replay = self._session.draw(operation, frame.state.numpy(), None if draws is None else args[0].shape)
         if replay is None or draws is None:
             return output
         given: torch.Tensor = args[0]
         torch.set_rng_state(torch.from_numpy(replay.state))
-        ones = torch.ones((replay.rows, *given.shape[1:]), dtype=given.dtype)
-        mask = draws(ones, frame.module.p, True)[torch.from_numpy(replay.mine)]
+        mask = draws(torch.ones(tuple(replay.shape), dtype=given.dtype), frame.module.p, True)
         torch.set_rng_state(self._known)
-        return given * mask.to(given.device)
+        return given * mask.index_select(replay.axis, torch.from_numpy(replay.mine)).to(given.device)
 
     # optimizers that are not this package's
 

@@ -42,12 +42,14 @@ class Replay(NamedTuple):
 
     Attributes:
         state: of the generator before it.
-        rows: of the whole batch.
-        mine: the numbers of this rank's rows in it.
+        shape: of the tensor of the whole batch.
+        axis: its axis of rows.
+        mine: the numbers of this rank's rows.
     """
 
     state: np.ndarray
-    rows: int
+    shape: Sequence[int]
+    axis: int
     mine: np.ndarray
 
 
@@ -196,9 +198,15 @@ class Session(Observer):
         """End the session at the end of the program. Local."""
         self.done = True
 
-    def draw(self, operation: str, state: np.ndarray, replayable: bool) -> Replay | None:
-        """Handle an operation that draws random numbers; return the recorded ones, if they are to be replayed."""
-        return None if self.done else self._draw(self._key(operation, "draw"), operation, state, replayable)
+    def draw(self, operation: str, state: np.ndarray, shape: Sequence[int] | None) -> Replay | None:
+        """Handle an operation that draws random numbers; return the recorded ones, if they are to be replayed.
+
+        Args:
+            operation: its name.
+            state: of the generator before it.
+            shape: of the tensor, one number for each element of it; None if they cannot be replayed.
+        """
+        return None if self.done else self._draw(self._key(operation, "draw"), operation, state, shape)
 
     def _key(self, operation: str, kind: str) -> str:
         """Return a name that is unique in the step: of the number of the pass too, unless it is the same in all passes."""
@@ -217,7 +225,7 @@ class Session(Observer):
     def _handle(self, key: str, operation: str, kind: str, array: np.ndarray) -> None:
         """Handle a tensor."""
 
-    def _draw(self, key: str, operation: str, state: np.ndarray, replayable: bool) -> Replay | None:
+    def _draw(self, key: str, operation: str, state: np.ndarray, shape: Sequence[int] | None) -> Replay | None:
         """Handle random numbers."""
         return None
 
@@ -263,8 +271,9 @@ class Recording(_OfOneProcess):
             about = (self._passes - 1, self._about, number, found.shape, found.axis)
             self._add(Point(key, operation, kind, *about), found.values)
 
-    def _draw(self, key: str, operation: str, state: np.ndarray, replayable: bool) -> Replay | None:
-        self._add(Point(key, operation, "draw" if replayable else "blind", self._passes - 1), state)
+    def _draw(self, key: str, operation: str, state: np.ndarray, shape: Sequence[int] | None) -> Replay | None:
+        axis = next((axis for axis, extent in enumerate(shape or ()) if extent == self._rows), None)
+        self._add(Point(key, operation, "draw", self._passes - 1, shape=tuple(shape or ()), axis=axis), state)
         return None
 
     def _add(self, point: Point, values: np.ndarray) -> None:

@@ -1,0 +1,163 @@
+"""Modules of PyTorch on several ranks beside one process: each planted fault is named, and no correct program is."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-frameworks")
+
+import numpy as np  # noqa: E402
+
+import mpistrat as ms  # noqa: E402
+from tests.harness.shadow_programs import STEPS, first_difference, recorded  # noqa: E402
+
+nn = torch.nn
+
+# fault: the step, the ranks ("all" or "last"), the operation, and words of the text
+FAULTS = {
+    "divisor": (1, "all", "gradient of 0.weight", "its own rows"),
+    "no reduction": (1, "all", "gradient of 0.weight", ""),
+    "skipped": (1, "last", "gradient of 0.weight", "adds zeros"),
+    "batch norm": (1, "all", "output of 1 (BatchNorm1d; SyncBatchNorm on one process)", "sync_batch_norm=True"),
+    "dropout": (1, "all", "output of 3", "equal random numbers"),
+    "order": (1, "all", "input", "read in another order"),
+    "stale": (4, "last", "parameter 4.weight at the start of the step", "on these ranks only"),
+    "rate": (2, "all", "parameter 0.weight after the update", "learning rate"),
+}
+
+
+class Words(nn.Module):
+    """Sequences of words, with the batch on the second axis of inner tensors, and dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.rnn = nn.Embedding(20, 6), nn.GRU(6, 8)
+        self.norm, self.drop, self.out = nn.LayerNorm(8), nn.Dropout(0.3), nn.Linear(8, 3)
+
+    def forward(self, words):
+        inner, _ = self.rnn(self.embed(words).transpose(0, 1))
+        return self.out(self.drop(self.norm(inner)).mean(0))
+
+
+def model_of(seed):
+    torch.manual_seed(seed)
+    make = [
+        lambda: nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3)),
+        lambda: nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(16, 3)),
+        Words,
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (3, 2)), nn.TransformerEncoderLayer(2, 2, 16, dropout=0.0, batch_first=True), nn.Flatten(),
+            nn.Linear(6, 3),
+        ),
+    ]
+    return make[seed % len(make)]()
+
+
+class Program:
+    """A classifier under `ms.torch.distribute`, with or without a fault."""
+
+    def __init__(self, seed, fault=""):
+        self.seed, self.fault = seed, fault
+
+    def __call__(self, comm):
+        fault, rng = self.fault if comm.size > 1 else "", np.random.default_rng(self.seed)
+        words = self.seed % 4 == 2
+        x = rng.integers(0, 20, (90, 5)) if words else rng.normal(size=(90, 6)).astype(np.float32)
+        data = ms.data.from_arrays((x, rng.integers(0, 3, 90)))
+        model = model_of(self.seed)
+        kind = [torch.optim.Adam, torch.optim.SGD, torch.optim.AdamW][self.seed % 3]
+        optimizer = kind(model.parameters(), lr=1e-2)
+        options = {"sync_batch_norm": fault != "batch norm", "loss": "sum" if fault in ("divisor", "no reduction") else "mean"}
+        with pytest.MonkeyPatch.context() as patch:
+            if fault == "stale":  # with a copy of the parameters on each rank
+                patch.setenv("MPISTRAT_SHARED_MEMORY", "0")
+            with ms.MultiWorkerMirroredStrategy(comm=comm) as strategy:
+                with strategy.scope():
+                    model, optimizer = ms.torch.distribute(model, optimizer, **options)
+                if fault == "dropout":
+                    torch.manual_seed(1)
+                batches = iter(
+                    strategy.distribute_dataset(data.shuffle(seed=self.seed + (fault == "order")).repeat().batch(20))
+                )
+                for step in range(STEPS + 1):
+                    self.step(strategy, model, optimizer, *map(torch.from_numpy, next(batches)), fault, step)
+
+    def step(self, strategy, model, optimizer, x, y, fault, step):
+        last = strategy.rank == strategy.size - 1
+        optimizer.zero_grad()
+        reduction = "sum" if fault == "no reduction" else "mean"
+        nn.functional.cross_entropy(model(x), y, reduction=reduction).backward()
+        if fault == "skipped" and last:
+            for parameter in model.parameters():
+                parameter.grad.zero_()
+        if fault == "rate" and step == 1:
+            optimizer.param_groups[0]["lr"] = 0.0101
+        optimizer.step()
+        if fault == "stale" and last and step == 2:
+            with torch.no_grad():
+                model[4].weight.mul_(1.001)
+
+
+@pytest.fixture
+def folder(tmp_path_factory):
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.bcast(str(tmp_path_factory.mktemp("shadow")))
+
+
+@pytest.mark.ranks(2)
+def test_each_fault_is_named_by_its_step_rank_and_tensor(folder):
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    recorded(folder, Program(0), comm)
+    assert first_difference(folder, Program(0), comm) is None
+    for fault, (step, ranks, operation, words) in FAULTS.items():
+        found = first_difference(folder, Program(0, fault), comm)
+        assert found is not None, fault
+        assert (found.step, found.operation) == (step, operation), (fault, str(found))
+        assert words in str(found), (fault, str(found))
+        assert found.ranks == (tuple(range(comm.size)) if ranks == "all" else (comm.size - 1,)), (fault, str(found))
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_no_correct_program_differs(folder):
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    for seed in range(4):
+        recorded(folder, Program(seed), comm)
+        assert first_difference(folder, Program(seed), comm) is None, seed
+
+
+@pytest.mark.ranks(2)
+def test_distributed_data_parallel(folder):
+    """A program of torch alone: masks of dropout are replayed, and unreduced gradients named."""
+    from mpi4py import MPI
+
+    dist, comm = torch.distributed, MPI.COMM_WORLD
+
+    def train(ranks, wrapped=False):
+        torch.manual_seed(0)
+        x, y = torch.randn(96, 6), torch.randint(0, 3, (96,))
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
+        torch.manual_seed(ranks.rank)
+        wrap = nn.parallel.DistributedDataParallel(model) if wrapped else model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(STEPS):
+            rows = slice(12 * step + 12 // ranks.size * ranks.rank, 12 * step + 12 // ranks.size * (ranks.rank + 1))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(wrap(x[rows]), y[rows]).backward()
+            optimizer.step()
+
+    recorded(folder, train, comm)
+    ms.torch.use()
+    dist.init_process_group("mpi")
+    try:
+        assert first_difference(folder, lambda ranks: train(ranks, wrapped=True), comm) is None
+        found = first_difference(folder, train, comm)
+        assert found is not None
+        assert (found.step, found.operation) == (1, "gradient of 0.weight"), str(found)
+        assert "DistributedDataParallel" in str(found)
+    finally:
+        dist.destroy_process_group()
