@@ -6,9 +6,21 @@ A strategy and an optimizer call each registered observer. The list is empty unl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["OBSERVERS", "Observer"]
+__all__ = ["OBSERVERS", "Observer", "Parameter"]
+
+
+class Parameter(NamedTuple):
+    """A parameter of the program.
+
+    Attributes:
+        name: as the program knows it.
+        value: its array or tensor, which shares its memory.
+    """
+
+    name: str
+    value: Any
 
 
 class Observer:

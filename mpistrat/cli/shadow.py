@@ -28,7 +28,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "mpistrat shadow [options] PROGRAM [ARGUMENT …]\n       mpistrat shadow [options] -m MODULE [ARGUMENT …]"
     )
-    parser.add_argument("-n", "--ranks", type=whole(1, MOST_RANKS - 1), metavar="N", help="ranks; default as mpistrat run")
+    parser.add_argument(
+        "-n", "--ranks", type=whole(1, MOST_RANKS - 1), metavar="N", help="ranks; default as mpistrat run"
+    )
     parser.add_argument("--steps", type=whole(1), default=STEPS, metavar="N", help="to compare; default %(default)s")
     parser.add_argument(
         "--elements", type=whole(0), default=ELEMENTS, metavar="N",

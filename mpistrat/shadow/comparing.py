@@ -10,10 +10,11 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from ..base.errors import DifferenceError
+from ..base.observers import Parameter
 from ..base.text import counted, named, ranges, shortened
 from .folder import Folder, Point, Step, packed, unpacked
 from .samples import difference, sample_like, tolerance
-from .session import Parameter, Replay, Session
+from .session import Replay, Session
 
 __all__ = ["Comparing", "Report"]
 
@@ -371,7 +372,9 @@ class Comparing(Session):
         assert self._step is not None
         first = min(findings, key=lambda each: each.order)
         before = [point.operation for point in self._step.points[: first.order] if point.kind != "draw"]
-        equal = f" Equal before it in this step: {counted(len(before), 'tensor')}, the last {before[-1]}." if before else ""
+        equal = (
+            f" Equal before it in this step: {counted(len(before), 'tensor')}, the last {before[-1]}." if before else ""
+        )
         text = f"step {self.number}, {named('rank', list(first.ranks))}, {first.operation}: {first.text.rstrip('. ')}.{equal}"
         if not self._repetitions:
             text += " Rounding was not measured (ms.shadow.round_off), so the tolerance is that of one sum."
@@ -421,7 +424,9 @@ def _hint(point: Point, about: str, differ: int, size: int) -> str:
     if point.operation.endswith("at the start of the step"):
         return "A write between the steps, or at the start, differs" + (" on these ranks only" if differ < size else "")
     if point.operation.startswith("gradient"):
-        return "It should be that of the whole batch here: is the model in DistributedDataParallel, are gradients reduced"
+        return (
+            "It should be that of the whole batch here: is the model in DistributedDataParallel, are gradients reduced"
+        )
     if point.operation.endswith("after the update"):
         return "The sum of the gradients is equal: look at the update" + (
             ", such as the learning rate, aggregation, or a write" if differ == size else " of these ranks"

@@ -27,8 +27,8 @@ _Path = str | os.PathLike[str]
 def record(folder: _Path, *, steps: int = STEPS, elements: int = ELEMENTS) -> Iterator[None]:
     """Record the tensors of a program's first steps on one process, in a `with` block around it.
 
-    It records, in their order: parameters at the start of each step, digests of the rows of the arguments of `strategy.run` and of
-    inputs of torch modules, outputs of modules, gradients, and parameters after the update. What the folder had is replaced.
+    It records parameters at the start of each step, digests of the rows of the arguments of `strategy.run` and of inputs of torch
+    modules, outputs of modules, gradients, and parameters after the update. A run that the folder has is replaced.
 
     Args:
         folder: for one file of each step.
@@ -108,7 +108,7 @@ def installed(session: Session) -> Iterator[None]:
         OBSERVERS.append(session)
         stack.callback(OBSERVERS.remove, session)
         if "torch" in sys.modules:
-            from .modules import hooked
+            from ..torch.observed import hooked
 
             stack.enter_context(hooked(session))
         yield

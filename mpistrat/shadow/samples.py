@@ -91,7 +91,9 @@ def sample(array: np.ndarray, rows: int | None, elements: int) -> Sample | None:
     return _sampled(array, axis, width, count)
 
 
-def sample_like(array: np.ndarray, rows: int | None, shape: Sequence[int], axis: int | None, count: int) -> Sample | None:
+def sample_like(
+    array: np.ndarray, rows: int | None, shape: Sequence[int], axis: int | None, count: int
+) -> Sample | None:
     """Return the same elements as those of a recorded tensor; None if the shapes do not fit.
 
     Args:

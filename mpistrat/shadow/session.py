@@ -15,26 +15,14 @@ import numpy as np
 from ..base import nest
 from ..base.distributed_values import DistributedValues
 from ..base.errors import explain
-from ..base.observers import Observer
+from ..base.observers import Observer, Parameter
 from .folder import Folder, Pass, Point, Step
 from .samples import difference, epsilon_of, host, row_digests, sample, sample_like
 
-__all__ = ["Parameter", "Recording", "Replay", "Rounding", "Session"]
+__all__ = ["Recording", "Replay", "Rounding", "Session"]
 
 _AFTER = "parameter {} after the update"
 _START = "parameter {} at the start of the step"
-
-
-class Parameter(NamedTuple):
-    """A parameter of the program.
-
-    Attributes:
-        name: as the program knows it.
-        value: its array or tensor, which shares its memory.
-    """
-
-    name: str
-    value: Any
 
 
 class Replay(NamedTuple):

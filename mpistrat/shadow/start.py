@@ -34,7 +34,7 @@ def main(words: list[str]) -> None:
     else:
         session = Comparing(folder, count, stop=True)
     if importlib.util.find_spec("torch") is not None:  # its hooks must be there before the program's first module
-        importlib.import_module("torch")
+        importlib.import_module("mpistrat.torch")
     if not getattr(sys.flags, "safe_path", False):  # like Python does for the program
         sys.path.insert(0, os.getcwd() if program[0] == "-m" else str(Path(program[0]).resolve().parent))
     with contextlib.ExitStack() as stack:

@@ -12,8 +12,8 @@ from ..base import context, global_batch, nest
 from ..base.context import Frame
 from ..base.distributed_values import DistributedValues, PerReplica, regroup, select_replica
 from ..base.errors import CollectiveMismatchError, explain
-from ..base.observers import OBSERVERS
 from ..base.global_batch import global_batch_size
+from ..base.observers import OBSERVERS
 from ..base.options import CommunicationOptions, RunOptions
 from ..base.text import counted
 from ..base.types import ReduceOp

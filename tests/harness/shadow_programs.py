@@ -80,7 +80,9 @@ class Net:
         last = comm.size - 1
         with ms.MultiWorkerMirroredStrategy(comm=comm) as strategy:
             with strategy.scope():
-                inner = ms.Variable((rng.normal(size=(self.x.shape[1], self.hidden)) / 3).astype(self.dtype), name="inner")
+                inner = ms.Variable(
+                    (rng.normal(size=(self.x.shape[1], self.hidden)) / 3).astype(self.dtype), name="inner"
+                )
                 bias = ms.Variable(np.zeros(self.hidden, self.dtype), name="bias")
                 outer = ms.Variable((rng.normal(size=self.hidden) / 3).astype(self.dtype), name="outer")
                 optimizer = self.optimizer()

@@ -37,7 +37,7 @@ FLOORS_PICTURE = ROOT / "docs" / "images" / "floors.svg"
 FLOORS = {
     "base": 0, "cluster": 1, "batch_jobs": 1, "comm": 2, "arena": 3, "data": 3, "timeline": 3, "cross_device": 4, "variables": 5,
     "optimizers": 6, "step": 7, "state": 7, "strategy": 8, "remote": 9, "torch": 9, "jax": 9, "parameter_server": 10,
-    "launcher": 10, "keras": 10, "train": 11, "bench": 11, "horovod": 11,
+    "launcher": 10, "keras": 10, "train": 11, "bench": 11, "horovod": 11, "shadow": 11,
     "estimator": 12, "doctor": 12, "cli": 13, "examples": 13,
 }  # fmt: skip
 FILE_FLOORS = {"lookup": 1, "strategies": 10.5}  # strategies.py knows every strategy

@@ -46,7 +46,9 @@ def model_of(seed):
         lambda: nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(16, 3)),
         Words,
         lambda: nn.Sequential(
-            nn.Unflatten(1, (3, 2)), nn.TransformerEncoderLayer(2, 2, 16, dropout=0.0, batch_first=True), nn.Flatten(),
+            nn.Unflatten(1, (3, 2)),
+            nn.TransformerEncoderLayer(2, 2, 16, dropout=0.0, batch_first=True),
+            nn.Flatten(),
             nn.Linear(6, 3),
         ),
     ]
@@ -67,7 +69,10 @@ class Program:
         model = model_of(self.seed)
         kind = [torch.optim.Adam, torch.optim.SGD, torch.optim.AdamW][self.seed % 3]
         optimizer = kind(model.parameters(), lr=1e-2)
-        options = {"sync_batch_norm": fault != "batch norm", "loss": "sum" if fault in ("divisor", "no reduction") else "mean"}
+        options = {
+            "sync_batch_norm": fault != "batch norm",
+            "loss": "sum" if fault in ("divisor", "no reduction") else "mean",
+        }
         with pytest.MonkeyPatch.context() as patch:
             if fault == "stale":  # with a copy of the parameters on each rank
                 patch.setenv("MPISTRAT_SHARED_MEMORY", "0")

@@ -1,12 +1,11 @@
-"""A program on several ranks beside one process: each planted fault is named by step, rank and tensor, and no correct program is."""
+"""A program on several ranks beside one process: a planted fault is named by step, rank and tensor, and no correct program is."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 import mpistrat as ms
-from tests.harness.shadow_programs import STEPS, Net, first_difference, recorded
+from tests.harness.shadow_programs import Net, first_difference, recorded
 
 # fault: the step, the ranks ("all", "last", or "first" for those with other rows), the operation, and words of the text
 FAULTS = {
@@ -90,5 +89,3 @@ def test_a_few_elements_are_enough_for_differences_of_whole_tensors(folder):
     found = first_difference(folder, Net(seed, "skipped"), comm)
     assert found is not None
     assert found.ranks == (1,)
-
-

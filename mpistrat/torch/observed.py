@@ -1,22 +1,22 @@
-"""Sessions of `ms.shadow` see modules and optimizers of torch, by torch's own hooks for all of them.
+"""A session of `ms.shadow` sees modules and optimizers of torch, by torch's own hooks for all of them.
 
-**Random numbers.** A module that changes the state of its generator while it runs draws random numbers, and ranks draw others than
-one process for the same rows. Masks of dropout are replayed: the rank draws those of the whole batch from the recorded state, and
+**Random numbers.** A module that changes the state of its generator while it runs draws random numbers, and ranks draw others
+than one process for the same rows. Masks of dropout are replayed: the rank draws those of the whole batch from the recorded state, and
 uses its rows of them. Any other module ends the comparison of outputs: what follows cannot be equal.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
 from ..base import context
-from .session import Parameter, Session
+from ..base.observers import Parameter
 
 __all__ = ["hooked"]
 
@@ -26,6 +26,26 @@ _DROPOUT: dict[type, Callable[..., torch.Tensor]] = {
     torch.nn.Dropout2d: torch.nn.functional.dropout2d,
     torch.nn.Dropout3d: torch.nn.functional.dropout3d,
 }
+
+
+class Session(Protocol):
+    """What sees the calls: see `shadow/session.py`."""
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def inputs_known(self) -> bool: ...
+
+    def begin(self, inputs: Mapping[str, Any], parameters: Iterable[Parameter]) -> None: ...
+
+    def value(self, kind: str, operation: str, value: Any, factor: float = 1.0, about: str = "") -> None: ...
+
+    def draw(self, operation: str, state: Any, shape: Sequence[int] | None) -> Any: ...
+
+    def gradient(self, name: str, value: Any, factor: float = 1.0, local: bool = True) -> None: ...
+
+    def end(self, ranks: Any, parameters: Iterable[Parameter]) -> None: ...
 
 
 @contextlib.contextmanager
@@ -96,7 +116,9 @@ class _Modules:
             self._names = {id(each): name for name, each in module.named_modules()}
             if isinstance(module, torch.nn.parallel.DistributedDataParallel) and inner is not None:
                 self._names = {id(each): name for name, each in inner.named_modules()}
-        parameters = [Parameter(_plain(name), value) for name, value in module.named_parameters() if value.requires_grad]
+        parameters = [
+            Parameter(_plain(name), value) for name, value in module.named_parameters() if value.requires_grad
+        ]
         session, self._known = self._session, torch.get_rng_state()
         inside = context.has_strategy() and context.get_replica_context() is not None
         if inside and session.inputs_known:
