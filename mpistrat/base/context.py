@@ -16,15 +16,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import ContextError, explain
 
 __all__ = [
+    "OBSERVERS",
     "Frame",
+    "Observer",
+    "Parameter",
     "cache_variable_reads",
     "current",
     "default_strategy",
@@ -62,6 +65,38 @@ class Frame:
     replica: Any = None
     update_replica_id: int | None = None
 
+
+# observers of steps
+
+
+class Parameter(NamedTuple):
+    """A parameter of the program.
+
+    Attributes:
+        name: as the program knows it.
+        value: its array or tensor, which shares its memory.
+    """
+
+    name: str
+    value: Any
+
+
+class Observer:
+    """The calls that an observer gets, on every rank in the same order. This one ignores them."""
+
+    def run(self, strategy: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Handle the arguments of a call of `strategy.run`. Local."""
+
+    def gradients(
+        self, strategy: Any, optimizer: Any, replicas: Sequence[Sequence[tuple[Any, Any]]], aggregate: bool
+    ) -> None:
+        """Handle the pairs of gradient and variable of each local replica, before they are summed if `aggregate`. Local."""
+
+    def updated(self, strategy: Any, optimizer: Any, replicas: Sequence[Sequence[tuple[Any, Any]]]) -> None:
+        """Handle the same pairs after the update. Collective: an error that it raises, it raises on every rank."""
+
+
+OBSERVERS: list[Observer] = []  # of this process; empty unless a part such as `shadow/` adds one
 
 Stack = tuple[Frame, ...]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..base.agree import Ranks
 from ..base.errors import ClusterError, explain
+from ..base.programs import program as own_program
 from ..launcher.plan import MOST_RANKS, plan
 from ..launcher.standby import environment_with
 from ..shadow.contexts import ELEMENTS, STEPS
@@ -75,7 +76,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
 
 def _start(words: list[str], ranks: int | None, quiet: bool) -> int:
     """Run the program, and return its status; a quiet one's output is printed if it fails."""
-    start = plan([sys.executable, "-m", _MODULE, *words], ranks, None, None)
+    start = plan(own_program(_MODULE, *words), ranks, None, None)
     environment = environment_with(start.environment)
     if not quiet:
         return subprocess.call(start.command, env=environment)

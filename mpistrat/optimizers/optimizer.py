@@ -17,7 +17,6 @@ from ..arena.values import check_name, checksum
 from ..base import context, log
 from ..base.arguments import integer
 from ..base.errors import explain
-from ..base.observers import OBSERVERS
 from ..comm.arrays import accumulation_dtype, as_array, to_host
 from ..variables.sharded import ShardedVariable, each_variable
 from ..variables.variable import Variable
@@ -297,7 +296,7 @@ class Optimizer(UpdateRule, metaclass=_Counted):
     def _take_step(self, strategy: Any, pairs: Any, aggregate: bool) -> None:
         """Take a step with the local replicas' gradients, for `apply_gradients`. Collective; in cross-replica context."""
         core, replicas = self._core, pairs_of(pairs)
-        for observer in OBSERVERS:
+        for observer in context.OBSERVERS:
             observer.gradients(strategy, self, replicas, aggregate)
         key = tuple([id(variable) if gradient is not None else -id(variable) for gradient, variable in replicas[0]])
         step = core.steps.get(key)
@@ -320,7 +319,7 @@ class Optimizer(UpdateRule, metaclass=_Counted):
             core.begun.forget()
         if core.updated_first:
             core.updated_first = []
-        for observer in OBSERVERS:
+        for observer in context.OBSERVERS:
             observer.updated(strategy, self, replicas)
 
     def _new_step(self, strategy: Any, pairs: Sequence[tuple[Any, Variable]]) -> UpdateRun:

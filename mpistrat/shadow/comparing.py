@@ -9,18 +9,18 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
+from ..base.context import Parameter
 from ..base.errors import DifferenceError
-from ..base.observers import Parameter
 from ..base.text import counted, named, ranges, shortened
-from .folder import Folder, Point, Step, packed, unpacked
+from .folder import Folder, Point, RecordedStep, packed, unpacked
 from .samples import difference, sample_like, tolerance
 from .session import Replay, Session
 
-__all__ = ["Comparing", "Report"]
+__all__ = ["Comparing", "ShadowReport"]
 
 _MOST = 4  # names or rows in a text
 _OWN_ROWS = "Each rank divides by its own rows, not those of the global batch"
-_CLOSE = 1e-2  # the residual of explained gradients, relative to their size
+_CLOSE = 1e-4  # the residual of explained gradients, relative to their size
 
 
 class _Finding(NamedTuple):
@@ -33,7 +33,7 @@ class _Finding(NamedTuple):
 
 
 class _Reply(NamedTuple):
-    """What one rank found in a step."""
+    """The findings of one rank in a step."""
 
     differ: list[tuple[int, float, float, str]]  # point, difference, tolerance, more on the operation
     names: list[list[str]]  # of the inputs with rows, by pass
@@ -45,8 +45,8 @@ class _Reply(NamedTuple):
 
 
 @final
-class Report:
-    """How much was compared.
+class ShadowReport:
+    """The extent of a comparison.
 
     Attributes:
         steps: compared steps.
@@ -86,10 +86,10 @@ class Comparing(Session):
 
     def __init__(self, folder: Folder, steps: int, stop: bool = False) -> None:
         super().__init__(folder, steps, stop)
-        self.report, self.differs = Report(), False
+        self.report, self.differs = ShadowReport(), False
         self._repetitions, self._deviations = folder.deviations()
         self._blind = ""  # the operation after which random numbers differ
-        self._step: Step | None = None
+        self._step: RecordedStep | None = None
         self._error = ""
         self._clear()
 
@@ -137,8 +137,8 @@ class Comparing(Session):
         if kind == "rows":
             if self._mine is None:
                 return
-            for place, rows, ours in self._recorded(operation):
-                self._compare(place, array, rows, ours)
+            for number, rows, ours in self._recorded(operation):
+                self._compare(number, array, rows, ours)
             return
         place = self._places.get(key)
         if place is None:
@@ -355,7 +355,7 @@ class Comparing(Session):
                 return [], _times(ratio, size)
             return [], "It is no multiple of one process's: look at the loss, and at what follows the last equal output"
         rows = np.array([sum(each.shape[1] for each in reply.rows.values()) for reply in replies])
-        if rows.all() and np.allclose(shares, rows / rows.sum(), rtol=_CLOSE):
+        if size > 1 and rows.all() and np.allclose(shares, rows / rows.sum(), rtol=_CLOSE):
             return [], f"{_OWN_ROWS} ({', '.join(map(str, rows))})"
         if shares.max() - shares.min() < _CLOSE * abs(shares).max():
             return [], _times(1 / float(shares.mean()), size)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ..base.arguments import integer
+from ..base.context import OBSERVERS
 from ..base.errors import explain
-from ..base.observers import OBSERVERS
-from .comparing import Comparing, Report
+from .comparing import Comparing, ShadowReport
 from .folder import Folder
 from .session import Recording, Rounding, Session
 
@@ -75,7 +75,7 @@ def round_off(folder: _Path, *, steps: int = STEPS) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def compare(folder: _Path, *, steps: int = STEPS) -> Iterator[Report]:
+def compare(folder: _Path, *, steps: int = STEPS) -> Iterator[ShadowReport]:
     """Compare a program's first steps with the recorded ones, in a `with` block around it. Steps in it are collective.
 
     Args:

@@ -13,7 +13,7 @@ import numpy as np
 from ..base.errors import explain
 from ..base.files import replacing
 
-__all__ = ["Folder", "Pass", "Point", "Step", "packed", "unpacked"]
+__all__ = ["Folder", "RecordedPass", "Point", "RecordedStep", "packed", "unpacked"]
 
 _FORMAT = 1
 
@@ -41,7 +41,7 @@ class Point(NamedTuple):
     axis: int | None = None
 
 
-class Pass(NamedTuple):
+class RecordedPass(NamedTuple):
     """The rows of a pass.
 
     Attributes:
@@ -60,7 +60,7 @@ class Pass(NamedTuple):
         return [column.tobytes() for column in np.ascontiguousarray(self.digests.T)]
 
 
-class Step(NamedTuple):
+class RecordedStep(NamedTuple):
     """The recorded tensors of a step, in the order of the program.
 
     Attributes:
@@ -71,7 +71,7 @@ class Step(NamedTuple):
     """
 
     points: list[Point]
-    passes: list[Pass]
+    passes: list[RecordedPass]
     values: list[np.ndarray]
     epsilon: float
 
@@ -112,7 +112,7 @@ class Folder:
     def _of(self, step: int) -> Path:
         return self.path / f"step-{step:06}.npz"
 
-    def write(self, number: int, step: Step) -> None:
+    def write(self, number: int, step: RecordedStep) -> None:
         """Write a step."""
         meta = {
             "format": _FORMAT,
@@ -125,7 +125,7 @@ class Folder:
         with replacing(self._of(number)) as path:
             path.write_bytes(packed(meta, arrays))
 
-    def read(self, number: int) -> Step | None:
+    def read(self, number: int) -> RecordedStep | None:
         """Return a recorded step; None if the recorded run had fewer.
 
         Raises:
@@ -143,8 +143,10 @@ class Folder:
             got = f"format {meta['format']}: {path}"
             raise ValueError(explain(self._function, "folder", expected=f"format {_FORMAT}", got=got))
         points = [Point(*each) for each in meta["points"]]
-        passes = [Pass(order, names, arrays[f"rows{index}"]) for index, (order, names) in enumerate(meta["passes"])]
-        return Step(points, passes, [arrays[f"value{index}"] for index in range(len(points))], meta["epsilon"])
+        passes = [
+            RecordedPass(order, names, arrays[f"rows{index}"]) for index, (order, names) in enumerate(meta["passes"])
+        ]
+        return RecordedStep(points, passes, [arrays[f"value{index}"] for index in range(len(points))], meta["epsilon"])
 
     def rows(self) -> dict[bytes, str]:
         """Return the step and number of each row that was recorded, by its digest."""

@@ -27,14 +27,14 @@ import numpy as np
 
 from ..base.types import IndexedSlices
 
-__all__ = ["Sample", "difference", "epsilon_of", "host", "row_digests", "sample", "sample_like", "tolerance"]
+__all__ = ["TensorSample", "difference", "epsilon_of", "host", "row_digests", "sample", "sample_like", "tolerance"]
 
 _FACTOR = 4.0
 _LEAST_OF_ROW = 16  # elements of each row, however many rows there are
 _EPSILON = {"bfloat16": 2.0**-7, "float8_e4m3fn": 2.0**-3, "float8_e5m2": 2.0**-2}
 
 
-class Sample(NamedTuple):
+class TensorSample(NamedTuple):
     """Some elements of a tensor, at fixed positions, or all.
 
     Attributes:
@@ -53,7 +53,7 @@ class Sample(NamedTuple):
 def host(value: Any) -> tuple[np.ndarray, str] | None:
     """Return a value of floating numbers as a NumPy array with the name of its dtype; None for any other value."""
     if isinstance(value, IndexedSlices):
-        dense = np.zeros(value.dense_shape, np.asarray(value.values).dtype)
+        dense = np.zeros(tuple(value.dense_shape or ()), np.asarray(value.values).dtype)
         np.add.at(dense, np.asarray(value.indices), np.asarray(value.values))
         value = dense
     dtype = str(getattr(value, "dtype", "")).rpartition(".")[2]
@@ -77,8 +77,8 @@ def epsilon_of(dtype: str) -> float:
     return _EPSILON[dtype] if dtype in _EPSILON else float(np.finfo(dtype).eps)
 
 
-def sample(array: np.ndarray, rows: int | None, elements: int) -> Sample | None:
-    """Return a sample of at most so many elements, 0 for all; of a tensor of rows from each row. None if no axis has the rows."""
+def sample(array: np.ndarray, rows: int | None, elements: int) -> TensorSample | None:
+    """Return a sample of at most `elements`, 0 for all; of a tensor of rows from each row. None if no axis has the rows."""
     axis = None
     if rows is not None:
         axis = next((axis for axis, extent in enumerate(array.shape) if extent == rows), None)
@@ -93,7 +93,7 @@ def sample(array: np.ndarray, rows: int | None, elements: int) -> Sample | None:
 
 def sample_like(
     array: np.ndarray, rows: int | None, shape: Sequence[int], axis: int | None, count: int
-) -> Sample | None:
+) -> TensorSample | None:
     """Return the same elements as those of a recorded tensor; None if the shapes do not fit.
 
     Args:
@@ -111,13 +111,11 @@ def sample_like(
     return _sampled(array, axis, width, count)
 
 
-def _sampled(array: np.ndarray, axis: int | None, width: int, count: int) -> Sample:
+def _sampled(array: np.ndarray, axis: int | None, width: int, count: int) -> TensorSample:
     places = np.unique(np.linspace(0, width - 1, count).astype(np.int64)) if count else np.empty(0, np.int64)
-    if axis is None:
-        flat = array.reshape(-1)
-    else:
-        flat = np.moveaxis(array, axis, 0).reshape(array.shape[axis], width)
-    return Sample(flat[..., places].astype(np.float64), array.shape, axis, width)
+    shape = (-1,) if axis is None else (array.shape[axis], width)
+    flat = (array if axis is None else np.moveaxis(array, axis, 0)).reshape(shape)
+    return TensorSample(flat[..., places].astype(np.float64), array.shape, axis, width)
 
 
 def difference(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:

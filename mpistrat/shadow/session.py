@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from ..base import nest
+from ..base.context import Observer, Parameter
 from ..base.distributed_values import DistributedValues
 from ..base.errors import explain
-from ..base.observers import Observer, Parameter
-from .folder import Folder, Pass, Point, Step
+from .folder import Folder, Point, RecordedPass, RecordedStep
 from .samples import difference, epsilon_of, host, row_digests, sample, sample_like
 
 __all__ = ["Recording", "Replay", "Rounding", "Session"]
@@ -42,7 +42,7 @@ class Replay(NamedTuple):
 
 
 class Session(Observer):
-    """What sees the tensors of a program's first steps.
+    """An observer of the tensors of a program's first steps.
 
     Args:
         folder: of the recorded run.
@@ -187,7 +187,7 @@ class Session(Observer):
         self.done = True
 
     def draw(self, operation: str, state: np.ndarray, shape: Sequence[int] | None) -> Replay | None:
-        """Handle an operation that draws random numbers; return the recorded ones, if they are to be replayed.
+        """Handle an operation that draws random numbers; return the recorded ones to replay, if there are any.
 
         Args:
             operation: its name.
@@ -247,10 +247,10 @@ class Recording(_OfOneProcess):
     def __init__(self, folder: Folder, steps: int, elements: int, stop: bool = False) -> None:
         super().__init__(folder, steps, stop)
         self._elements = elements
-        self._step = Step([], [], [], 0.0)
+        self._step = RecordedStep([], [], [], 0.0)
 
     def _pass_begins(self, names: Sequence[str], digests: np.ndarray) -> None:
-        self._step.passes.append(Pass(len(self._step.points), names, digests))
+        self._step.passes.append(RecordedPass(len(self._step.points), names, digests))
 
     def _handle(self, key: str, operation: str, kind: str, array: np.ndarray) -> None:
         found = sample(array, self._rows if kind == "rows" else None, self._elements)
@@ -270,7 +270,7 @@ class Recording(_OfOneProcess):
 
     def _step_ends(self, ranks: Any) -> None:
         self.folder.write(self.number, self._step._replace(epsilon=self.epsilon))
-        self._step = Step([], [], [], 0.0)
+        self._step = RecordedStep([], [], [], 0.0)
 
 
 @final

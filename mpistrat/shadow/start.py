@@ -15,9 +15,8 @@ from .contexts import installed
 from .folder import Folder
 from .session import Recording, Rounding, Session
 
-__all__ = ["MODES", "main"]
+__all__ = ["main"]
 
-MODES = ("record", "round", "compare")
 _FUNCTION = "mpistrat shadow"
 
 

@@ -13,7 +13,6 @@ from ..base.context import Frame
 from ..base.distributed_values import DistributedValues, PerReplica, regroup, select_replica
 from ..base.errors import CollectiveMismatchError, explain
 from ..base.global_batch import global_batch_size
-from ..base.observers import OBSERVERS
 from ..base.options import CommunicationOptions, RunOptions
 from ..base.text import counted
 from ..base.types import ReduceOp
@@ -158,7 +157,7 @@ class Strategy(RankCollectives, Files, OtherNames):
         context.expect_cross(self, "Strategy.run")
         if type(args) is not tuple or args or kwargs:
             kwargs = self._check_arguments(args, kwargs)
-        for observer in OBSERVERS:
+        for observer in context.OBSERVERS:
             observer.run(self, args, kwargs or _NO_KWARGS)
         event = RECORDER.begin(RECORDER.name("r", getattr(fn, "__qualname__", "step")))
         if extended.threads is not None:

@@ -1,8 +1,8 @@
 """A session of `ms.shadow` sees modules and optimizers of torch, by torch's own hooks for all of them.
 
 **Random numbers.** A module that changes the state of its generator while it runs draws random numbers, and ranks draw others
-than one process for the same rows. Masks of dropout are replayed: the rank draws those of the whole batch from the recorded state, and
-uses its rows of them. Any other module ends the comparison of outputs: what follows cannot be equal.
+than one process for the same rows. Masks of dropout are replayed: the rank draws those of the whole batch from the recorded
+state, and uses its rows of them. Any other module ends the comparison of outputs: what follows cannot be equal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
 from ..base import context
-from ..base.observers import Parameter
+from ..base.context import Parameter
 
 __all__ = ["hooked"]
 
@@ -28,8 +28,8 @@ _DROPOUT: dict[type, Callable[..., torch.Tensor]] = {
 }
 
 
-class Session(Protocol):
-    """What sees the calls: see `shadow/session.py`."""
+class TorchObserver(Protocol):
+    """An object that sees the calls: a session of `shadow/`."""
 
     @property
     def done(self) -> bool: ...
@@ -49,7 +49,7 @@ class Session(Protocol):
 
 
 @contextlib.contextmanager
-def hooked(session: Session) -> Iterator[None]:
+def hooked(session: TorchObserver) -> Iterator[None]:
     """Return the context in which a session sees the calls of torch. Local."""
     seen = _Modules(session)
     handles = [
@@ -74,9 +74,9 @@ class _Frame(NamedTuple):
 
 @final
 class _Modules:
-    """What runs."""
+    """The modules that run."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: TorchObserver) -> None:
         self._session = session
         self._frames: list[_Frame] = []
         self._known = torch.empty(0, dtype=torch.uint8)  # the state of the generator after the last draw that was seen

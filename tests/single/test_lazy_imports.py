@@ -38,11 +38,11 @@ strategy.close()
 """
 # What of `ms.` is a module.
 MODULES = ["cluster_resolver", "context", "coordinator", "data", "errors", "estimator", "lookup", "nn", "optimizers",
-           "partitioners", "random", "tf", "timeline", "train"]  # fmt: skip
+           "partitioners", "random", "shadow", "tf", "timeline", "train"]  # fmt: skip
 LIBRARIES = ["h5py", "cupy", "cloudpickle", "jinja2", "keras", "jax", "matplotlib", "pytest", "safetensors", "tensorboardX",
              "torch"]  # fmt: skip
 OURS = ["batch_jobs", "bench", "cli", "coordinator", "doctor", "estimator", "examples", "jax", "keras", "parameter_server",
-        "timeline", "torch", "train"]  # fmt: skip
+        "shadow", "timeline", "torch", "train"]  # fmt: skip
 # Of data/ a strategy needs only how checkpoints are checked.
 INPUT = ["data.dataset", "data.feed", "data.nodes", "data.files.hdf5", "strategy.input"]
 STRATEGY = ["optimizers", "strategy", "variables"]

@@ -1,0 +1,63 @@
+"""`mpistrat shadow`: one process, then several ranks."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mpistrat.cli.main import main
+from tests.launch.launcher import ROOT
+
+PROGRAM = """
+import sys
+import numpy as np
+import mpistrat as ms
+
+batch, wrong = int(sys.argv[1]), sys.argv[2:]
+x = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
+strategy = ms.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    w = ms.Variable(np.ones(3, np.float32), name="w")
+    optimizer = ms.optimizers.SGD(0.1)
+
+def step(x):
+    total = batch if wrong else batch * strategy.size
+    optimizer.apply_gradients([(x.T @ (x @ w.array) / total, w)])
+
+for number in range(5):
+    low = number * batch * strategy.size + strategy.rank * batch
+    strategy.run(step, args=(x[low : low + batch],))
+"""
+
+
+@pytest.mark.parametrize("wrong", [[], ["wrong"]])
+def test_a_program_whose_batches_are_those_of_a_rank(wrong, tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    words = ["-n", "2", "--reference", " ".join(["8", *wrong]), "--steps", "3", "train.py", "4", *wrong]
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PMI"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "mpistrat", "shadow", *words], cwd=tmp_path, env=env | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    if wrong:
+        assert done.returncode == 1, said
+        assert "DifferenceError: ms.shadow: step 1, ranks 0, 1, gradient of w: differs by" in said
+        assert "Each rank divides by its own rows, not those of the global batch" in said
+    else:
+        assert done.returncode == 0, said
+        assert "mpistrat shadow: 3 steps on 2 ranks equal the recorded run on one process: 9 tensors compared" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["true"], "program: expected a program of Python"),
+        (["none.py"], "program: expected a file that is there, got none.py"),
+        ([], "expected a program, or -m and a module, got none"),
+    ],
+)
+def test_wrong_use(words, text, capsys):
+    assert main(["shadow", *words]) == 2
+    assert text in capsys.readouterr().err
