@@ -194,14 +194,19 @@ def _plan(
     return plan((standby and words_of(program)) or program, ranks, args.strategy, args.ps, **options)
 
 
-def _words(args: argparse.Namespace, ranks: int | None, standby: bool) -> tuple[list[str], dict[str, str]]:
+def _words(
+    args: argparse.Namespace, ranks: int | None, standby: bool, strategy: str | None = None, servers: int | None = None
+) -> tuple[list[str], dict[str, str]]:
     """Return a command and what is added to the environment.
 
     Args:
         args: of the command line.
         ranks: another number of ranks than they say, or None.
         standby: whether the ranks wait until they are needed.
+        strategy, servers: another strategy than they say, and its number of servers; or None.
     """
+    if strategy is not None:
+        args = argparse.Namespace(**{**vars(args), "strategy": strategy, "ps": servers})
     nodes = allocation_of_job()
     if nodes.lost:
         print(

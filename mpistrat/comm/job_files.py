@@ -325,20 +325,22 @@ def supervisors() -> dict[int, str]:
     return found
 
 
-def ask_for_size(job: str, ranks: int) -> None:
-    """Write the requested number of ranks of a job; its supervisor reads it on the signal `RESIZE`."""
+def ask_for_size(job: str, ranks: int, strategy: str | None = None, servers: int | None = None) -> None:
+    """Write the requested number of ranks of a job, and its strategy; its supervisor reads them on the signal `RESIZE`."""
     path = mark(job, "size")
     path.unlink(missing_ok=True)
-    make_file(path, str(ranks).encode(), len(str(ranks)))
+    text = json.dumps([ranks, strategy, servers]).encode()
+    make_file(path, text, len(text))
 
 
-def asked_size(job: str) -> int:
-    """Return the number written by `ask_for_size`.
+def asked_size(job: str) -> tuple[int, str | None, int | None]:
+    """Return the number of ranks, the strategy (None for the same one), and its number of servers, of `ask_for_size`.
 
     Raises:
-        OSError, ValueError: there is none.
+        OSError, ValueError: there are none.
     """
-    return int(bytes(map_file(mark(job, "size"))))
+    ranks, strategy, servers = json.loads(bytes(map_file(mark(job, "size"))))
+    return ranks, strategy, servers
 
 
 def unsupervised() -> list[str]:

@@ -31,7 +31,7 @@ from .standby import Standby, environment_with
 
 __all__ = ["supervise"]
 
-Start = Callable[[int | None, bool], tuple[list[str], dict[str, str]]]
+Start = Callable[..., tuple[list[str], dict[str, str]]]
 
 _TRIES = 3  # failures at one step before giving up
 _ENDING = 10.0  # seconds that ranks have to end after their launcher, and vice versa
@@ -47,7 +47,8 @@ def supervise(start: Start, restarts: int, standby: bool = False, survive: bool 
 
     Args:
         start: returns the launcher's and program's command line, and additions to this process's environment, for a number of
-            ranks (None for the requested one), and for standby ranks or not.
+            ranks (None for the requested one), and for standby ranks or not; after `mpistrat resize --strategy` it also gets the
+            strategy and its number of servers.
         restarts: the most times that they are restarted.
         standby: start the next ranks before they are needed.
         survive: ranks continue without those that die.
@@ -92,6 +93,7 @@ class _Supervisor:
         self._pending = 0  # a signal to save, which ranks can only handle once they have started
         self._resizing = False
         self._ranks_wanted: int | None = None
+        self._strategy_wanted: tuple[str, int | None] | tuple[()] = ()
 
     def run(self) -> int:
         """Start the ranks, and restart them."""
@@ -109,7 +111,7 @@ class _Supervisor:
         reached, word = [(-1, 0.0)] * _TRIES, self._state
         while not self._signal or self._pending:
             began, word[job_files.STEP], word[job_files.GENERATION] = time.monotonic(), 0, generation
-            wanted = self._ranks_wanted
+            wanted = self._ranks_wanted, self._strategy_wanted
             self._launcher = self._launch({"MPISTRAT_JOB": self._job, "MPISTRAT_GENERATION": str(generation)})
             self._catch_up(wanted)
             status = self._wait(self._launcher, generation)
@@ -130,7 +132,8 @@ class _Supervisor:
             if self._resizing:
                 self._resizing = False
                 self._pending = self._pending if self._signal else 0
-                _say(f"started again on {counted(self._ranks_wanted or 0, 'rank')}")
+                under = f" under {self._strategy_wanted[0]}" if self._strategy_wanted else ""
+                _say(f"started again on {counted(self._ranks_wanted or 0, 'rank')}{under}")
                 continue
             reached = [*reached[1:], (word[job_files.STEP], lived)]
             told = f"the ranks have ended with status {status} after {lived:.0f} s"
@@ -147,11 +150,11 @@ class _Supervisor:
             _say(f"{told}: started again {where} ({died} of {self._restarts})")
         return status or 128 + self._signal
 
-    def _catch_up(self, ranks: int | None) -> None:
-        """Forward requests that arrived while `ranks` ranks were being started."""
+    def _catch_up(self, started: tuple[int | None, tuple[Any, ...]]) -> None:
+        """Forward requests that arrived while ranks were being started, with a number and a strategy."""
         if self._signal and not self._pending and self._launcher is not None:
             self._launcher.send_signal(self._signal)
-        if self._ranks_wanted != ranks:
+        if (self._ranks_wanted, self._strategy_wanted) != started:
             self._resizing, self._pending = True, signal.SIGUSR1
 
     def _ended_well(self, generation: int, status: int) -> bool:
@@ -170,14 +173,14 @@ class _Supervisor:
             if standby.launcher.poll() is None and standby.ranks == self._ranks_wanted:
                 return standby.release(environment)
             standby.end()
-        command, own = self._start(self._ranks_wanted, False)
+        command, own = self._start(self._ranks_wanted, False, *self._strategy_wanted)
         return subprocess.Popen(command, env=environment_with(own, environment), preexec_fn=end_with_parent)
 
     def _stand_by(self) -> None:
         """Start the next ranks once the current ones have recorded their imported modules."""
         if self._has_standby and self._standby is None and job_files.mark(self._job, "modules").exists():
             self._made += 1
-            command, own = self._start(self._ranks_wanted, True)
+            command, own = self._start(self._ranks_wanted, True, *self._strategy_wanted)
             put = dict[str, str]()
             with contextlib.suppress(OSError, ValueError):
                 _, put = job_files.imported(self._job)
@@ -216,12 +219,15 @@ class _Supervisor:
     def _resize(self, number: int, frame: FrameType | None) -> None:
         """Stop the ranks at the end of a step, to restart the number that `mpistrat resize` has written."""
         try:
-            wanted = job_files.asked_size(self._job)
-            self._start(wanted, False)
+            wanted, strategy, servers = job_files.asked_size(self._job)
+            how = self._strategy_wanted if strategy is None else (strategy, servers)
+            self._start(wanted, False, *how)
         except (OSError, ValueError, MpistratError) as error:
             _say(f"the job keeps its number of ranks: {error}")
             return
-        self._ranks_wanted = wanted
+        if self._standby is not None and how != self._strategy_wanted:
+            self._standby.ranks = -1  # with another strategy: they are not needed
+        self._ranks_wanted, self._strategy_wanted = wanted, how
         if self._launcher is not None:
             self._resizing, self._pending = True, signal.SIGUSR1
 

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mpistrat.base.programs import program
@@ -75,8 +76,8 @@ def start(mpi, tmp_path, left_files):
     (tmp_path / "train.py").write_text(PROGRAM)
     started = []
 
-    def run(how, restarts="9", options=(), folder=tmp_path, **env):
-        words = [*program("mpistrat", "run", "-n", "2", "--restarts", restarts, python=mpi.python), *options]
+    def run(how, restarts="9", options=(), folder=tmp_path, ranks="2", **env):
+        words = [*program("mpistrat", "run", "-n", ranks, "--restarts", restarts, python=mpi.python), *options]
         words += [str(tmp_path / "train.py"), how]
         environment = job_environment("none", tmp_path, {"PATH": "/usr/bin:/bin", **env})
         pipe = subprocess.PIPE
@@ -264,3 +265,58 @@ def test_ranks_that_a_launcher_leaves_waiting_are_ended(mpi, tmp_path):
     assert process.returncode
     assert time.monotonic() - began < 20
     assert "rank 0 of 2" in process.stderr
+
+
+SWITCHES = """
+import sys, time
+import numpy as np
+import mpistrat as ms
+ms.catch_stop_signals()
+strategy = ms.strategy_from_environment()
+with strategy.scope():
+    w = ms.Variable(np.ones(4), name="w")
+    optimizer = ms.optimizers.Adam(0.01)
+checkpoints = ms.train.Checkpoints(strategy, "checkpoints")
+notes = checkpoints.restore_latest() or {"step": 0}
+works = not getattr(strategy, "is_server", False)
+if strategy.rank == 0:
+    print("from", notes["step"], type(strategy).__name__, strategy.size, flush=True)
+for step in range(notes["step"] + 1, 61):
+    if works:
+        gradient = np.sin(step + np.arange(4.0)) / strategy.num_replicas_in_sync
+        strategy.run(lambda: optimizer.apply_gradients([(gradient, w)]))
+    checkpoints.step(step)
+    if step in (15, 35):
+        print("ready" if strategy.rank == 0 else "", flush=True)
+        while not strategy.should_stop():
+            time.sleep(0.01)
+        checkpoints.save(step)
+        checkpoints.wait()
+        sys.exit(ms.RESTART_EXIT_CODE)
+checkpoints.wait()
+if strategy.rank == 0:
+    print("end", *w.numpy(), flush=True)
+"""
+
+
+def test_a_job_goes_on_under_another_strategy(start, tmp_path):
+    """On one rank, then on three, then with a server: the numbers are those of one process without a break."""
+    (tmp_path / "train.py").write_text(SWITCHES)
+    process = start("", ranks="1", options=["--strategy", "one_device"])
+    for words in (["3", "--strategy", "multi_worker_mirrored"], ["2", "--ps", "1"]):
+        while "ready" not in process.stdout.readline():
+            assert process.poll() is None
+        asked = [sys.executable, "-m", "mpistrat", "resize", str(process.pid), *words]
+        assert subprocess.run(asked, capture_output=True, text=True, timeout=30).returncode == 0
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "started again on 3 ranks under multi_worker_mirrored" in err
+    assert "started again on 2 ranks under parameter_server" in err
+    w, momentum, velocity = np.ones(4), np.zeros(4), np.zeros(4)
+    for step in range(1, 61):
+        gradient = np.sin(step + np.arange(4.0))
+        momentum, velocity = 0.9 * momentum + 0.1 * gradient, 0.999 * velocity + 0.001 * gradient**2
+        w -= 0.01 * np.sqrt(1 - 0.999**step) / (1 - 0.9**step) * momentum / (np.sqrt(velocity) + 1e-7)
+    found = out.splitlines()[-1].split()
+    assert found[0] == "end"
+    assert np.allclose([float(each) for each in found[1:]], w, rtol=1e-12)
