@@ -84,6 +84,9 @@ class Parameter(NamedTuple):
 class Observer:
     """The calls that an observer gets, on every rank in the same order. This one ignores them."""
 
+    def batch(self, element: Any) -> None:
+        """Handle the local part of a batch that a distributed dataset yields. Local."""
+
     def run(self, strategy: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Handle the arguments of a call of `strategy.run`. Local."""
 

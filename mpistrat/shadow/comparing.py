@@ -274,7 +274,7 @@ class Comparing(Session):
         order = self._step.passes[min(number, len(self._step.passes) - 1)].order
         where = self._whereabouts(digests[:, row], names)
         texts = ranges(row for at, row in places if at == number)
-        text = f"has other rows: of {', '.join(names)} {named('row', texts)} of its part; {where}"
+        text = f"has other rows: of {', '.join(names)} rows {', '.join(texts)} of its part; {where}"
         return [_Finding(order, "input", list(extra), text)]
 
     def _whereabouts(self, digests: np.ndarray, names: Sequence[str]) -> str:

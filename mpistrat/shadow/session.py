@@ -65,21 +65,24 @@ class Session(Observer):
         self._widest = 1.0
         self._gradients: list[Parameter] = []
         self._inputs_of_run = False
+        self._batch: Any = ()
         self._about = ""
 
     # the calls of strategies and optimizers
+
+    def batch(self, element: Any) -> None:
+        self._batch = element
 
     def run(self, strategy: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if self.done or strategy.extended.is_default:
             return
         self.check(strategy)
-        structure = (tuple(args), dict(kwargs))
-        inputs = {}
-        for path, leaf in zip(nest.paths(structure), nest.flatten(structure), strict=True):
-            value = leaf.values[0] if isinstance(leaf, DistributedValues) else leaf
-            if getattr(value, "ndim", 0) and not hasattr(value, "placement"):
-                inputs[f"argument {path}"] = value
+        inputs = _inputs("argument", (tuple(args), dict(kwargs)))
         self._inputs_of_run = False
+        if not inputs:  # its rows may be those of the last batch
+            if self._begun:
+                return
+            inputs = _inputs("batch", self._batch)
         self.begin(inputs, self.variables_of(strategy))
         self._inputs_of_run = bool(inputs)
 
@@ -90,7 +93,7 @@ class Session(Observer):
             return
         self.check(strategy)
         if not self._begun:  # a program without strategy.run, or modules
-            self.begin({}, self.variables_of(strategy))
+            self.begin(_inputs("batch", self._batch), self.variables_of(strategy))
         factor = getattr(optimizer, "scale", 1.0)  # of torch's sums of means
         for gradient, variable in replicas[0]:
             if gradient is not None:
@@ -123,6 +126,11 @@ class Session(Observer):
         return [Parameter(each.name, each.storage(0)) for each in variables if each.trainable]
 
     # the parts of a step
+
+    @property
+    def begun(self) -> bool:
+        """True if a pass of this step has begun."""
+        return self._begun
 
     @property
     def inputs_known(self) -> bool:
@@ -318,6 +326,16 @@ class Rounding(_OfOneProcess):
         if not self.done:
             self.folder.write_deviations(self._found)
         super().close()
+
+
+def _inputs(name: str, structure: Any) -> dict[str, Any]:
+    """Return the arrays of nested arguments, by name."""
+    found = {}
+    for path, leaf in zip(nest.paths(structure), nest.flatten(structure), strict=True):
+        value = leaf.values[0] if isinstance(leaf, DistributedValues) else leaf
+        if getattr(value, "ndim", 0) and not hasattr(value, "placement"):
+            found[f"{name} {path}"] = value
+    return found
 
 
 def _round(value: Any, random: np.random.Generator) -> None:

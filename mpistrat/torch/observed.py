@@ -35,6 +35,9 @@ class TorchObserver(Protocol):
     def done(self) -> bool: ...
 
     @property
+    def begun(self) -> bool: ...
+
+    @property
     def inputs_known(self) -> bool: ...
 
     def begin(self, inputs: Mapping[str, Any], parameters: Iterable[Parameter]) -> None: ...
@@ -102,6 +105,12 @@ class _Modules:
 
     def _begin(self, module: torch.nn.Module, args: Any) -> bool:
         """Begin a pass; return False if it has no row."""
+        if self._root is not module:
+            self._root = module
+            inner = getattr(module, "module", None)
+            self._names = {id(each): name for name, each in module.named_modules()}
+            if isinstance(module, torch.nn.parallel.DistributedDataParallel) and inner is not None:
+                self._names = {id(each): name for name, each in inner.named_modules()}
         inputs = {}
         for number, value in enumerate(_tensors(args)):
             if value.ndim:
@@ -110,12 +119,6 @@ class _Modules:
                 inputs[f"input {number} of {type(module).__name__}"] = value
         if not inputs:
             return False
-        if self._root is not module:
-            self._root = module
-            inner = getattr(module, "module", None)
-            self._names = {id(each): name for name, each in module.named_modules()}
-            if isinstance(module, torch.nn.parallel.DistributedDataParallel) and inner is not None:
-                self._names = {id(each): name for name, each in inner.named_modules()}
         parameters = [
             Parameter(_plain(name), value) for name, value in module.named_parameters() if value.requires_grad
         ]
@@ -173,7 +176,10 @@ class _Modules:
         self._drew.clear()
         if self._session.done or self._root is None or hasattr(optimizer, "mpistrat_rule"):
             return
-        for name, value in self._parameters(optimizer):
+        parameters = self._parameters(optimizer)
+        if not self._session.begun:  # a rank without rows
+            self._session.begin({}, parameters)
+        for name, value in parameters:
             if value.grad is not None:
                 self._session.gradient(name, value.grad, local=False)
 

@@ -213,6 +213,8 @@ class DistributedIterator(Feed):
         finally:  # also after an error that the program catches, which must not count as input time
             RECORDER.end(event)
         self._last = self._time(started)
+        for observer in context.OBSERVERS:
+            observer.batch(element)
         return element
 
     def _look(self) -> _Ahead:
