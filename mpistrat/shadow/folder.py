@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -129,7 +130,7 @@ class Folder:
         """Return a recorded step; None if the recorded run had fewer.
 
         Raises:
-            ValueError: nothing was recorded, or by another version.
+            ValueError: nothing was recorded, or by another version, or a file is damaged.
         """
         path = self._of(number)
         if not path.exists():
@@ -138,7 +139,13 @@ class Folder:
                 got = f"a folder without one: {self.path}"
                 raise ValueError(explain(self._function, "folder", expected="a recorded run", got=got, remedy=remedy))
             return None
-        meta, arrays = unpacked(path.read_bytes())
+        try:
+            meta, arrays = unpacked(path.read_bytes())
+        except (zipfile.BadZipFile, KeyError, EOFError, ValueError) as error:
+            got, remedy = f"a damaged one: {path}: {error}", "Record again"
+            raise ValueError(
+                explain(self._function, "folder", expected="a recorded step", got=got, remedy=remedy)
+            ) from error
         if meta["format"] != _FORMAT:
             got = f"format {meta['format']}: {path}"
             raise ValueError(explain(self._function, "folder", expected=f"format {_FORMAT}", got=got))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import mpistrat as ms
@@ -63,13 +65,18 @@ def test_no_correct_program_differs(folder):
 
 @pytest.mark.ranks(2)
 def test_errors_reach_all_ranks(folder, tmp_path):
-    """A folder that one rank cannot read; a run that is recorded on two ranks."""
+    """A folder that one rank cannot read, or whose file is cut short; a run that is recorded on two ranks."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
     recorded(folder, Net(0), comm)
     with pytest.raises(ValueError, match="folder: expected a recorded run, got a folder without one"):
         first_difference(folder if comm.rank else str(tmp_path / "none"), Net(0), comm)
+    if comm.rank == 0:
+        data = (Path(folder) / "step-000001.npz").read_bytes()
+        (tmp_path / "step-000001.npz").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match="folder: expected a recorded step, got a damaged one"):
+        first_difference(folder if comm.rank else str(tmp_path), Net(0), comm)
     with pytest.raises(ValueError, match="expected one process"), ms.shadow.record(tmp_path, steps=1):
         Net(0)(comm)
     two = ms.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"])
