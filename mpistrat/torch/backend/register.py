@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 import threading
@@ -153,31 +154,24 @@ def monitored_barrier(
     return own.monitored_barrier(timeout, wait_all_ranks)
 
 
-def split_group(
-    theirs: Callable[..., Any],
-    parent_pg: Any = None,
-    split_ranks: Any = None,
-    timeout: Any = None,
-    pg_options: Any = None,
-    group_desc: Any = None,
-    **more: Any,
-) -> Any:
+def split_group(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Split a group, for `dist.split_group`, which PyTorch only has for some of its own backends. Collective.
 
     The new groups have the parent's backend. Their ranks are numbered in the order of their list.
 
     Args:
         theirs: PyTorch's function, for groups of other backends.
-        parent_pg, split_ranks, timeout, pg_options, group_desc, **more: those of PyTorch's function.
+        *args, **kwargs: its arguments.
 
     Raises:
         ValueError: wrong lists of ranks.
         CollectiveMismatchError: the lists differ between ranks.
     """
-    own = _own_group(parent_pg)
+    given = inspect.signature(theirs).bind(*args, **kwargs).arguments
+    own = _own_group(given.get("parent_pg"))
     if own is None:
-        return theirs(parent_pg, split_ranks, timeout, pg_options, group_desc, **more)
-    lists = own.agree_on_split(split_ranks)
+        return theirs(*args, **kwargs)
+    lists = own.agree_on_split(given.get("split_ranks"))
     number = _splits[own] = _splits.get(own, 0) + 1
     found = [(index, ranks) for index, ranks in enumerate(lists) if own.rank() in ranks]
     if not found:
@@ -187,32 +181,31 @@ def split_group(
     ranks = [dist.get_global_rank(own, rank) for rank in mine]
     # A name that the members know: dist.new_group would count the groups of each of them.
     name = f"{own.group_name}:split:{number}:{index}"
-    _, store = module._world.pg_map[dist.group.WORLD]
+    world_of_groups = vars(module)["_world"]
+    _, store = world_of_groups.pg_map[dist.group.WORLD]
     group, _ = module._new_process_group_helper(
         len(mine),
         mine.index(own.rank()),
         ranks,
-        module._world.pg_map[own][0],
+        world_of_groups.pg_map[own][0],
         store,
         name,
-        timeout=timeout or default_pg_timeout,
-        group_desc=group_desc,
+        timeout=given.get("timeout") or default_pg_timeout,
+        group_desc=given.get("group_desc"),
     )
-    module._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    world_of_groups.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
     return group
 
 
-def shrink_group(
-    theirs: Callable[..., Any], ranks_to_exclude: Any, group: Any = None, *args: Any, **kwargs: Any
-) -> Any:
+def shrink_group(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Refuse to leave ranks out of a group of this package, for `dist.shrink_group`, which PyTorch has for groups of NCCL.
 
     Raises:
         NotImplementedError: the group is one of this package.
     """
-    own = _own_group(group)
+    own = _own_group(inspect.signature(theirs).bind(*args, **kwargs).arguments.get("group"))
     if own is None:
-        return theirs(ranks_to_exclude, group, *args, **kwargs)
+        return theirs(*args, **kwargs)
     remedy = (
         "Call dist.split_group with the ranks that stay. After a rank has died, restart the ranks: mpistrat run --restarts,"
         " or continue without it: ms.survive"
