@@ -63,7 +63,7 @@ class LocalUpdates:
 
     def count_step(self) -> None:
         """Count a complete step."""
-        self._core.calls += 1
+        self._core.started += 1
 
     # updates
 
