@@ -79,7 +79,7 @@ class RemoteCluster(FunctionScheduler):
         self._dropped: deque[int] = deque()  # numbers of values that are no longer used
         self._pending: set[int] = set()
         self._error: BaseException | None = None
-        self._scheduled = 0
+        self._scheduled = self._failures = 0
         self._socket: ClientSocket | None = ClientSocket(path, timeout)
         self.num_workers = 0
         self.coordinator = RemoteValue(self, COORDINATOR)
@@ -235,7 +235,7 @@ class RemoteCluster(FunctionScheduler):
 
     def _schedule(self, call: Call, worker: int | None, priority: float) -> RemoteValue:
         with self._lock:
-            made = self._send(Kind.SCHEDULE, *call, worker, priority)
+            made = self._send(Kind.SCHEDULE, *call, worker, priority, self._failures)
             self._pending.add(made._number)
             self._scheduled += 1
         return made
@@ -310,8 +310,9 @@ class RemoteCluster(FunctionScheduler):
         error = loads_error(message.payload, lambda data: loads(data, _stays)) if message.kind == Kind.FAILED else None
         if message.number in self._pending:
             self._pending.discard(message.number)
-            if error is not None and self._error is None and not isinstance(error, ClosureCancelledError):
-                self._error = error
+            if error is not None and not isinstance(error, ClosureCancelledError):
+                self._failures += 1
+                self._error = self._error or error
         value = self._values.get(message.number)
         if value is None:  # no longer used, or a fetch that timed out
             return

@@ -168,6 +168,7 @@ class _Session:
         self._waiting: dict[RemoteValue, int] = {}
         self.program: Message | None = None
         self._later: list[Message] = []  # messages that wait for the program
+        self._failures = 0  # of scheduled functions; the client knows those before it scheduled another one
         self._ended: deque[RemoteValue] = deque()  # filled by the coordinator's thread
         self._does: dict[int, Callable[[Message], None]] = {
             Kind.SCHEDULE: self._schedule,
@@ -196,6 +197,8 @@ class _Session:
             act(message)
         except BaseException as error:  # also SystemExit: a client ends the job only by shutdown()
             text = text_of_failure(error, f"the chief (rank {self._coordinator.strategy.rank})")
+            if message.kind == Kind.SCHEDULE:
+                self._cancel_after(error)
             self.fail(message.number, error, text)
 
     def tell(self) -> None:
@@ -211,8 +214,7 @@ class _Session:
             try:
                 value.get()
             except BaseException as error:
-                if not isinstance(error, ClosureCancelledError):
-                    self._coordinator.cancel()  # like the coordinator for functions of its own program
+                self._cancel_after(error)
                 self.fail(number, error, str(error if error.__cause__ is None else error.__cause__))
 
     def leave(self) -> None:
@@ -239,8 +241,16 @@ class _Session:
     def _run(self, message: Message) -> None:
         self.program = message
 
+    def _cancel_after(self, error: BaseException) -> None:
+        """Cancel what waits after the failure of a function, like the coordinator for functions of its own program."""
+        if not isinstance(error, ClosureCancelledError):
+            self._failures += 1
+            self._coordinator.cancel()
+
     def _schedule(self, message: Message) -> None:
-        fn, args, kwargs, worker, priority = loads(message.payload, self._resolve)
+        fn, args, kwargs, worker, priority, failures = loads(message.payload, self._resolve)
+        if failures < self._failures:
+            raise ClosureCancelledError("cancelled, because an earlier function failed")
         value = self._coordinator.submit(
             fn, args, kwargs, worker=worker, priority=priority, callback=self._ended.append
         )
