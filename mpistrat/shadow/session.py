@@ -129,7 +129,7 @@ class Session(Observer):
 
     @property
     def begun(self) -> bool:
-        """True if a pass of this step has started."""
+        """True once a pass of this step has started."""
         return self._begun
 
     @property
