@@ -2,7 +2,8 @@
 
 **Random numbers.** A module that changes the state of its generator while it runs draws random numbers, and ranks draw others
 than one process for the same rows. Masks of dropout are replayed: the rank draws those of the whole batch from the recorded
-state, and uses its rows of them. Any other module ends the comparison of outputs: what follows cannot be equal.
+state, and uses its rows of them. Any other module, and dropout on GPUs, ends the comparison of outputs: what follows cannot be
+equal.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class _Modules:
         parameters = [
             Parameter(_plain(name), value) for name, value in module.named_parameters() if value.requires_grad
         ]
-        session, self._known = self._session, torch.get_rng_state()
+        session, self._known = self._session, _generators()
         inside = context.has_strategy() and context.get_replica_context() is not None
         if inside and session.inputs_known:
             for name, value in inputs.items():
@@ -133,7 +134,7 @@ class _Modules:
 
     def _look(self) -> None:
         """Record whether the module that runs has drawn random numbers since the last look."""
-        state = torch.get_rng_state()
+        state = _generators()
         if self._drew and not torch.equal(state, self._known):
             self._drew[-1] = True
         self._known = state
@@ -159,14 +160,16 @@ class _Modules:
     def _replayed(self, frame: _Frame, operation: str, args: Any, output: Any) -> Any:
         """Return the output of dropout by the recorded random numbers, or the same output."""
         draws = _DROPOUT.get(type(frame.module))
-        replay = self._session.draw(operation, frame.state.numpy(), None if draws is None else args[0].shape)
+        replayable = draws is not None and not args[0].is_cuda
+        replay = self._session.draw(operation, frame.state.numpy(), args[0].shape if replayable else None)
         if replay is None or draws is None:
             return output
         given: torch.Tensor = args[0]
-        torch.set_rng_state(torch.from_numpy(replay.state))
+        own = torch.get_rng_state()
+        torch.set_rng_state(torch.from_numpy(replay.state[: len(own)]))
         mask = draws(torch.ones(tuple(replay.shape), dtype=given.dtype), frame.module.p, True)
-        torch.set_rng_state(self._known)
-        return given * mask.index_select(replay.axis, torch.from_numpy(replay.mine)).to(given.device)
+        torch.set_rng_state(own)
+        return given * mask.index_select(replay.axis, torch.from_numpy(replay.mine))
 
     # optimizers that are not this package's
 
@@ -193,6 +196,12 @@ class _Modules:
         assert self._root is not None
         mine = {id(each) for group in optimizer.param_groups for each in group["params"]}
         return [Parameter(_plain(name), each) for name, each in self._root.named_parameters() if id(each) in mine]
+
+
+def _generators() -> torch.Tensor:
+    """Return the state of the generators: of CPUs, and of the current GPU if torch uses one."""
+    state = torch.get_rng_state()
+    return torch.cat([state, torch.cuda.get_rng_state()]) if torch.cuda.is_initialized() else state
 
 
 def _plain(name: str) -> str:
