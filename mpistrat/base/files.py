@@ -18,7 +18,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -200,7 +200,13 @@ def digest_of_bytes(data: bytes, algorithm: str | None = None) -> str:
     return f"{name}:{hasher.hexdigest()}"
 
 
-def digest_of_file(path: Path, algorithm: str | None = None) -> str:
+class _Opening(Protocol):
+    """A path."""
+
+    def open(self, mode: str, buffering: int) -> Any: ...
+
+
+def digest_of_file(path: _Opening, algorithm: str | None = None) -> str:
     """Return "algorithm:hex" of a file's bytes.
 
     Raises:
@@ -208,20 +214,20 @@ def digest_of_file(path: Path, algorithm: str | None = None) -> str:
         ValueError: an unknown algorithm.
     """
     name, hasher = _hasher(algorithm)
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb", 0) as file:
         while data := file.read(_READ_BYTES):
             hasher.update(data)
     return f"{name}:{hasher.hexdigest()}"
 
 
-def digest_of_ends(path: Path, algorithm: str | None = None) -> str:
+def digest_of_ends(path: _Opening, algorithm: str | None = None) -> str:
     """Return "algorithm:hex" of a file's length and its first and last 64 KiB. Raises as `digest_of_file`.
 
     Two small reads distinguish most files of one size.
     """
     name, hasher = _hasher(algorithm)
-    with path.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
+    with path.open("rb", 0) as file:
+        size = file.seek(0, os.SEEK_END)
         hasher.update(f"{size}\0".encode())
         for start in sorted({0, max(0, size - _END)}):
             file.seek(start)

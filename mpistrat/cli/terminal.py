@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import math
 import os
 import sys
@@ -189,8 +190,8 @@ def _bar(unit: str) -> Progress:
 
 
 def names(text: str) -> list[str]:
-    """Return the names of an argument "x,y"."""
-    return [name.strip() for name in text.split(",")]
+    """Return the names of an argument "x,y". A name with a comma is quoted, as in CSV: '"x,1",y'."""
+    return [name.strip() for name in next(csv.reader([text], skipinitialspace=True), [""])]
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:

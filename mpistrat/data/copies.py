@@ -20,17 +20,14 @@ from ..base.arguments import integer
 from ..base.errors import ShardError
 from ..base.text import counted, decimal_size
 from .files.handles import shard_error
-from .files.remote import RemoteFile, file_system, naming
+from .files.remote import RemoteFile, attempts, file_system, is_pattern, naming
 from .shards.files import PathLike
 
 __all__ = ["download"]
 
 _FUNCTION = "download"
 _STATE = ".mpistrat"  # the folder of locks, and of what is known of complete copies
-_ATTEMPTS = 3
-_PAUSE = 1.0  # seconds before the second attempt
 _POLL = 0.05  # seconds between looks at copies that other ranks make
-_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)  # errors that a retry meets again
 
 
 _error = functools.partial(shard_error, function=_FUNCTION)
@@ -135,22 +132,16 @@ def _known(file: _Remote) -> dict[str, Any]:
 
 def _fetch(file: _Remote, system: Any, source: str, target: Path) -> None:
     """Copy a remote file, with some attempts where the connection breaks."""
-    for attempt in range(1, _ATTEMPTS + 1):
-        try:
-            system.get_file(source, str(target))
-            size = target.stat().st_size
-            if size != file.size:
-                raise ConnectionError(f"{size} bytes, then the end")
-            with target.open("rb") as copy:
-                os.fsync(copy)
-            return
-        except _FINAL:
-            raise
-        except Exception as error:
-            refused = 400 <= getattr(error, "status", 0) < 500
-            if refused or attempt == _ATTEMPTS:
-                raise
-            time.sleep(_PAUSE * attempt)
+
+    def fetch() -> None:
+        system.get_file(source, str(target))
+        size = target.stat().st_size
+        if size != file.size:
+            raise ConnectionError(f"{size} bytes, then the end")
+        with target.open("rb") as copy:
+            os.fsync(copy)
+
+    attempts(fetch)
 
 
 def _full(system: Any, path: str) -> str:
@@ -159,7 +150,7 @@ def _full(system: Any, path: str) -> str:
 
 def _found(url: str, folder: Path, system: Any, path: str) -> tuple[list[tuple[str, _Remote]], Path | list[Path]]:
     """Return the remote files of an address, each with its address in the file system, and the path or paths of their copies."""
-    if re.search(r"[*?\[]", path) and not (url.startswith("http") and "?" in url):
+    if is_pattern(url, path):
         infos = {name: info for name, info in system.glob(path, detail=True).items() if info["type"] == "file"}
         if not infos:
             raise _error(url, "at least one file", "no match", "Look at the address.")

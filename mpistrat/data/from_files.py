@@ -22,7 +22,7 @@ __all__ = ["from_groups", "from_netcdf", "from_sparse", "from_tar", "from_tfreco
 
 def from_groups(
     files: PathLike | Sequence[PathLike], fields: Fields = None, *, within: str | None = None, workers: int = 0,
-    processes: bool = False,
+    processes: bool = False, storage_options: Mapping[str, Any] | None = None,
 ) -> Dataset:  # fmt: skip
     """Make a dataset whose samples are groups of HDF5 files, or whole files.
 
@@ -40,6 +40,7 @@ def from_groups(
             each file is one sample.
         workers: the number of samples that are read at the same time; 0 for one, by the thread that reads.
         processes: True for processes as workers instead of threads, as for `Dataset.map`.
+        storage_options: arguments of fsspec's file system for URLs, such as `{"anon": True}` for public data on S3.
 
     Raises:
         ShardError: a file is missing or damaged, or a sample lacks a field or has one of another dtype.
@@ -56,13 +57,13 @@ def from_groups(
         ...     episodes.padded_batch(2).peek().tolist()
         [[[0], [0], [0]], [[1], [1], [1]]]
     """
-    samples = GroupSamples(files, fields, within)
+    samples = GroupSamples(files, fields, within, storage_options)
     return Dataset(samples_of_files(samples, workers, processes, samples.element_spec))
 
 
 def from_netcdf(
     files: PathLike | Sequence[PathLike], fields: Fields = None, *, dimension: str | None = None, decode_times: bool = True,
-    valid_range: bool = False,
+    valid_range: bool = False, storage_options: Mapping[str, Any] | None = None,
 ) -> Dataset:  # fmt: skip
     """Make a dataset of the variables of netCDF files along one dimension, such as time, decoded after the conventions of CF.
 
@@ -81,6 +82,7 @@ def from_netcdf(
         decode_times: False for times as numbers, in the units of the file: for calendars that NumPy lacks, such as "noleap".
         valid_range: True for NaN in place of values outside of `valid_range`, `valid_min` or `valid_max`, as netCDF4-python masks
             them. Integers with such a limit become floats.
+        storage_options: arguments of fsspec's file system for URLs, such as `{"anon": True}` for public data on S3.
 
     Raises:
         MissingDependencyError: without xarray or h5netcdf; for a file of netCDF-3 without SciPy.
@@ -94,10 +96,12 @@ def from_netcdf(
             ...
         mpistrat.errors.ShardError: from_netcdf: ...no.nc: expected a file, got no such file
     """
-    return Dataset(FieldRows(NetCDFFiles(files, fields, dimension, decode_times, valid_range)))
+    return Dataset(FieldRows(NetCDFFiles(files, fields, dimension, decode_times, valid_range, storage_options)))
 
 
-def from_sparse(path: PathLike, fields: Fields = None, *, dense: bool = False) -> Dataset:
+def from_sparse(
+    path: PathLike, fields: Fields = None, *, dense: bool = False, storage_options: Mapping[str, Any] | None = None
+) -> Dataset:
     """Make a dataset of the rows of sparse matrices in an HDF5 file of anndata (.h5ad) or 10x Genomics.
 
     A row is a cell: {"indices": its column numbers, "data": their values}, two arrays as long as the row has elements. Use
@@ -111,6 +115,7 @@ def from_sparse(path: PathLike, fields: Fields = None, *, dense: bool = False) -
             dict from new names to names. Names of datasets with as many rows, such as "obs/label" or "obs/kind/codes", stand for
             these. None for "X", or else for the only sparse matrix at the top of the file.
         dense: True for rows with their zeros.
+        storage_options: arguments of fsspec's file system for a URL, such as `{"anon": True}` for public data on S3.
 
     Raises:
         ShardError: the file is missing, damaged, or has no such matrix.
@@ -121,12 +126,12 @@ def from_sparse(path: PathLike, fields: Fields = None, *, dense: bool = False) -
             ...
         mpistrat.errors.ShardError: from_sparse: ...no.h5ad: expected a file, got no such file
     """
-    return Dataset(FieldRows(SparseFile(path, fields, dense)))
+    return Dataset(FieldRows(SparseFile(path, fields, dense, storage_options)))
 
 
 def from_tar(
     files: PathLike | Sequence[PathLike], fields: Fields = None, *, decode: Mapping[str, Callable[[bytes], Any]] | None = None,
-    workers: int = 0, processes: bool = False, element_spec: Any = None,
+    workers: int = 0, processes: bool = False, element_spec: Any = None, storage_options: Mapping[str, Any] | None = None,
 ) -> Dataset:  # fmt: skip
     """Make a dataset of the samples of tar archives, such as WebDataset's.
 
@@ -136,7 +141,7 @@ def from_tar(
 
     Args:
         files: a file, a directory, a pattern like `data/*.tar`, or a list of files, read in its order; others are read in
-            natural order (2 before 10). Compressed archives have no random access.
+            natural order (2 before 10). Compressed archives have no random access. Each may be a URL.
         fields: None for a dict of the fields of the first sample; a list of names for a dict of these; a tuple of names for a
             tuple; a dict from new names to names in the archives; one name for that field alone. "__key__" is the name of the
             sample.
@@ -148,6 +153,7 @@ def from_tar(
         processes: True for processes as workers instead of threads, as for `Dataset.map`.
         element_spec: a nest of `ArraySpec`, with None in a shape for a length that varies. Without it all samples must have the
             shapes of the first.
+        storage_options: arguments of fsspec's file system for URLs, such as `{"anon": True}` for public data on S3.
 
     Raises:
         ShardError: an archive is missing, damaged, compressed or truncated, or a sample lacks a field.
@@ -170,12 +176,15 @@ def from_tar(
         ...     [(str(text), int(label)) for text, label in words]
         [('one', 3), ('two', 3), ('three', 5)]
     """
-    return Dataset(samples_of_files(TarSamples(files, fields, decode), workers, processes, element_spec))
+    return Dataset(
+        samples_of_files(TarSamples(files, fields, decode, storage_options), workers, processes, element_spec)
+    )
 
 
 def from_tfrecord(
     files: PathLike | Sequence[PathLike], features: Features = None, *,
     decode: Mapping[str, Callable[[bytes], Any]] | None = None, workers: int = 0, processes: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Dataset:  # fmt: skip
     """Make a dataset of the tf.train.Example messages of TFRecord files. TensorFlow is not needed.
 
@@ -194,6 +203,7 @@ def from_tfrecord(
         workers: the number of records that are read and decoded at the same time; 0 for one, by the thread that reads, and
             AUTOTUNE for as many as this rank has cores, at most 8.
         processes: True for processes as workers instead of threads, as for `Dataset.map`.
+        storage_options: arguments of fsspec's file system for URLs, such as `{"anon": True}` for public data on S3.
 
     Raises:
         MissingDependencyError: without protobuf or google-crc32c.
@@ -211,7 +221,7 @@ def from_tfrecord(
             ...
         mpistrat.errors.ShardError: from_tfrecord: ...: expected a record at byte 0, got 9 bytes, then the end. ...
     """
-    samples = RecordSamples(files, features, decode)
+    samples = RecordSamples(files, features, decode, storage_options)
     return Dataset(samples_of_files(samples, workers, processes, samples.element_spec))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .dataset import Dataset
@@ -104,7 +104,10 @@ def from_map_style(samples: Any, *, workers: int = 0, processes: bool = False, e
     return Dataset(samples_of(samples, workers, processes, element_spec))
 
 
-def from_tables(files: PathLike | Sequence[PathLike], columns: Fields = None, *, format: str | None = None) -> Dataset:
+def from_tables(
+    files: PathLike | Sequence[PathLike], columns: Fields = None, *, format: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Dataset:  # fmt: skip
     """Make a dataset of the rows of Parquet, Arrow, CSV or JSON-lines files; not collective. It needs pyarrow.
 
     It has random access in units that are read as a whole: row groups of Parquet, record batches of Arrow (Feather),
@@ -117,6 +120,7 @@ def from_tables(files: PathLike | Sequence[PathLike], columns: Fields = None, *,
         columns: None for a dict of all readable columns; a list of names for a dict of these; a tuple of names for a
             tuple; a dict from new names to names in the files; one name for that array alone.
         format: "parquet", "arrow", "csv" or "jsonl"; None for the format of the file names' suffix.
+        storage_options: arguments of fsspec's file system for URLs, such as `{"anon": True}` for public data on S3.
 
     Raises:
         MissingDependencyError: without pyarrow, on first use of the dataset.
@@ -132,7 +136,7 @@ def from_tables(files: PathLike | Sequence[PathLike], columns: Fields = None, *,
             ...
         ValueError: from_tables: files: expected files of one format, ...
     """
-    return Dataset(TableRows(files, columns, format))
+    return Dataset(TableRows(files, columns, format, storage_options))
 
 
 def zip(*datasets: Any) -> Dataset:

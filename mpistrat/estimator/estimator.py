@@ -32,7 +32,7 @@ from ..state.list import key_of, locations, name_of
 from ..strategies import strategy_from_environment
 from ..strategy import OneDeviceStrategy, Strategy
 from ..train import Callback, Checkpoints, JSONLogger, Loop, Trainer
-from ..train.checkpoints import newest_file
+from ..train.checkpoint_folders import newest_file
 from ..train.weights import assign_from_file, weights_of
 from ..variables import variable_creator_scope
 from .specs import EstimatorSpec, ModeKeys, RunConfig, WarmStartSettings, refuse_best_weights

@@ -1,21 +1,14 @@
 """Checkpoints of a run in one folder: when to save, which to keep, and the newest readable one.
 
 Also the states of random generators besides `ms.rng`: Python's, NumPy's global one, PyTorch's on the CPU.
-
-Only one run at a time writes into a folder: rank 0 locks a file in it. The lock ends with its process, so it does not block a
-restarted run. Programs that only read the folder need no claim. On a file system without locks, nothing is checked.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import errno
-import fcntl
-import json
 import os
 import random
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,21 +22,20 @@ from ..base.agree import same, together
 from ..base.arguments import integer
 from ..base.environment import RESTART_EXIT_CODE
 from ..base.errors import CollectiveMismatchError, ContextError, SharedMemoryError, by_rank, explain
-from ..base.files import remove_dead
 from ..base.log import logger
+from ..data.files.remote import is_url
 from ..state.extra import has_state, state_of_text, text_of_state
 from ..state.writing import Saving
 from ..timeline.trace import process_group_of
 from .callbacks import has_workers
+from .checkpoint_folders import LocalFolder, folder_of, newest_file
 
 __all__ = [
     "Checkpoints",
-    "FolderClaim",
     "checkpoints_iterator",
     "gather_states",
     "get_states",
     "hand_back",
-    "newest_file",
     "set_states",
 ]
 
@@ -102,131 +94,23 @@ def _array(text: str, dtype: Any) -> np.ndarray:
     return np.frombuffer(base64.b64decode(text), dtype).copy()
 
 
-_NAME = ".owner"
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_LONGEST_CLAIM = 4096  # bytes of the file
-_claims: dict[tuple[int, int], FolderClaim] = {}  # of this process, by device and inode of the folder
-
-
-@final
-class FolderClaim:
-    """The claim of a strategy on a folder; rank 0 has the lock. It ends with the group of ranks."""
-
-    def __init__(self, strategy: Any, folder: Path) -> None:
-        self._strategy, self._folder = strategy, folder
-        self._group = process_group_of(strategy, "Checkpoints")
-        self._taken, self._descriptor, self._key = False, -1, (0, 0)
-
-    def take(self) -> Path:
-        """Make the strategy the folder's only writer; create a missing folder. Collective.
-
-        Return rank 0's path of the folder: a relative path may name another folder on other ranks. A claim of another
-        strategy of this process moves to this one.
-
-        Raises:
-            ValueError: on every rank, if another run writes into it.
-        """
-        claim = (self._try(), self._folder) if self._strategy.rank == 0 else None
-        owner, folder = self._strategy.broadcast_object(claim)
-        if owner:
-            expected, got = "a folder that no other run writes into", f"one that {owner} uses"
-            remedy = "Give each run a folder of its own, or end the other run. Programs that only read its files do not conflict"
-            raise ValueError(explain("Checkpoints", str(self._folder), expected=expected, got=got, remedy=remedy))
-        if not self._taken:
-            self._group.attach(self)
-        self._taken = True
-        return Path(folder)
-
-    def _try(self) -> str:
-        """Take the lock; return the folder's owner in words, "" if that is this strategy. Local."""
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            status = self._folder.stat()
-            self._key = status.st_dev, status.st_ino
-            known = _claims.get(self._key)
-            if known is not None and known._group is self._group:
-                return ""
-            if known is not None and self._taken:
-                return f"a newer strategy of process {os.getpid()}"
-            if known is not None:
-                self._descriptor, known._descriptor = known._descriptor, -1
-                _claims[self._key] = self
-                return ""
-            descriptor = os.open(self._folder / _NAME, _FLAGS, 0o666)
-        except OSError:  # saving raises it, if the folder cannot be written
-            return ""
-        # Not flock: child processes, such as workers of a DataLoader, would keep it after this one's end.
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            owner = _read(descriptor)
-            os.close(descriptor)
-            held = error.errno in (errno.EAGAIN, errno.EACCES)
-            return "" if not held or self._succeeds(owner) else _words(owner)
-        self._descriptor, _claims[self._key] = descriptor, self
-        environment = self._group.environment
-        about = {"host": os.uname().nodename, "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        about |= {"job": environment.job, "generation": environment.generation}
-        with contextlib.suppress(OSError):
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(about).encode(), 0)
-        return ""
-
-    def _succeeds(self, owner: dict[str, Any]) -> bool:
-        """Return whether an owner is this job before its restart, still ending."""
-        environment = self._group.environment
-        generation = owner.get("generation")
-        same = bool(environment.job) and owner.get("job") == environment.job
-        return same and isinstance(generation, int) and generation < environment.generation
-
-    def close(self) -> None:
-        """Release the folder. Local."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-            _claims.pop(self._key, None)
-
-    def leave(self) -> Callable[[], None] | None:
-        """Return None: the lock ends with the process."""
-        return None
-
-    def abandon(self) -> None:
-        """Release the folder. Local."""
-        self.close()
-
-
-def _read(descriptor: int) -> dict[str, Any]:
-    try:
-        found = json.loads(os.pread(descriptor, _LONGEST_CLAIM, 0))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _words(owner: dict[str, Any]) -> str:
-    if "process" not in owner:
-        return "another process"
-    return f"process {owner['process']} on {owner.get('host')}, since {owner.get('since')},"
-
-
 _POLL_SECONDS = 1.0  # between looks at a folder
 _SHARE = 0.01  # of the time, for snapshots at most
 _COSTS = 4  # the last ones considered
 _LONGEST = 60  # the longest time between two meetings, as a multiple of the wanted one
 _LAYOUTS, _OBJECTS, _BY_RANK = "layouts", "states of objects", "states of objects by rank"  # in the notes
-_NAMES = r"step-(\d{10,})\.h5"
 
 
 @final
 class Checkpoints:
-    """A folder with a file of `Strategy.save` for each saved step.
+    """A folder with a file of `Strategy.save` for each saved step; or one of an object store, such as s3://bucket/run.
 
     A file is complete or absent; any strategy on any number of ranks restores it. Files are written in the background: a save
     only takes the time to copy each rank's share. Given to a `Trainer`, a restarted run resumes from the newest one; in a
     loop of your own call `step`, `wait` at the end, and `restore_latest`.
 
     Attributes:
-        folder: the folder.
+        folder: the folder; the URL of one of an object store.
         strategy: its variables and optimizers are saved.
         restore_file: the function that restores a file and returns its notes; default the strategy's `restore`.
     """
@@ -248,7 +132,10 @@ class Checkpoints:
 
         Args:
             strategy: its variables and optimizers are saved; or an `ms.torch.TrainingState`.
-            folder: on a file system that all ranks see.
+            folder: on a file system that all ranks see; or a URL that fsspec can write to, such as "s3://bucket/run" (s3fs),
+                with credentials from the environment. A node of rank 0 then writes a file into its folder of temporary
+                files (TMPDIR) and uploads it, then a small .json object, without which the file does not exist. That
+                another run writes there cannot be seen.
             keep: how many of the newest files stay; 0 for all.
             every_steps: `step` saves at its multiples.
             every_seconds: `step` saves when this time has passed since the last file, by rank 0's clock.
@@ -293,7 +180,7 @@ class Checkpoints:
         if twice := [repr(name) for name in self._by_rank if name in self._objects]:
             expected, got = "other names than those of objects", ", ".join(twice)
             raise ValueError(explain("Checkpoints", "objects_by_rank", expected=expected, got=got))
-        self.folder = Path(folder).absolute()
+        self._folder = folder_of(strategy, folder)
         self.restore_file: Callable[[Path], Any] = strategy.restore
         self.strategy, self._keep, self._every = strategy, keep, every_steps
         self._asynchronous, self._prepared = asynchronous, False
@@ -303,10 +190,15 @@ class Checkpoints:
         if snapshot_seconds is not None and strategy.takes_snapshots:
             self._snapshots = _Period(strategy, snapshot_seconds)
         self._saved, self._saving_step = False, 0
-        self._claim, self._claimed = FolderClaim(strategy, self.folder), False
+        self._claimed = False
         self._postponed = False  # until nodes have the same weights
         group = process_group_of(strategy, "Checkpoints")
         self._until, self._layouts = group.environment.until, [(0, group.topology.ranks_per_node)]
+
+    @property
+    def folder(self) -> Path | str:
+        """The folder; the URL of one of an object store."""
+        return self._folder.folder if isinstance(self._folder, LocalFolder) else str(self._folder)
 
     @property
     def layouts(self) -> list[tuple[int, tuple[int, ...]]]:
@@ -332,19 +224,20 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps that have files, as this rank sees the folder."""
-        return _steps(self.folder)
+        return self._folder.steps()
 
-    def latest(self) -> Path | None:
-        """Return the newest file, as this rank sees the folder; None without files."""
-        return newest_file(self.folder)
+    def latest(self) -> Any:
+        """Return the newest file, as this rank sees the folder; None without files. In an object store it is a URL."""
+        steps = self.steps()
+        return self.path(steps[-1]) if steps else None
 
-    def path(self, step: int) -> Path:
-        """Return the file of a step.
+    def path(self, step: int) -> Any:
+        """Return the file of a step; in an object store its URL.
 
         Raises:
             TypeError, ValueError: the step is not an integer, or below 0.
         """
-        return _path(self.folder, integer("Checkpoints.path", "step", step, 0))
+        return self._folder.path(integer("Checkpoints.path", "step", step, 0))
 
     def step(
         self,
@@ -373,7 +266,7 @@ class Checkpoints:
         self.strategy.reach(step)
         if not self._claimed and (self.periodic or self._snapshots is not None):
             self._claimed = True
-            self.folder = self._claim.take()
+            self._folder.take()
         if self._asynchronous and not self._prepared:
             self._prepared = True
             self.strategy.prepare_save()
@@ -422,25 +315,29 @@ class Checkpoints:
         """
         step = integer("Checkpoints.save", "step", step, 0)
         strategy = self.strategy
-        self.folder = self._claim.take()
-        path = self.path(step)
+        self._folder.take()
         self._postponed = False
         if strategy.rank == 0:
             with contextlib.suppress(OSError):  # `Strategy.save` raises it on all ranks
-                self.folder.mkdir(parents=True, exist_ok=True)
-                if not self._saved:
-                    remove_dead(self.folder, _NAMES)
+                self._folder.prepare(self._saved)
         extra, self._saved, self._saving_step = self._with_step(notes, step), True, step
-        if self._asynchronous:
-            self._saving = strategy.begin_save(path, extra, then=self._remove_old)
+        target = self._folder.target(step)
+        if self._asynchronous or not isinstance(self._folder, LocalFolder):
+            self._saving = strategy.begin_save(target, extra, then=partial(self._publish, step))
+            if not self._asynchronous:
+                self.wait()
         else:
-            strategy.save(path, extra)
+            strategy.save(target, extra)
             strategy.note_saved(step, str(self.folder))
             if strategy.rank == 0:
                 self._remove_old()
         if self._period is not None:
             self._period.begin(step)
-        return path
+        return self.path(step)
+
+    def _publish(self, step: int) -> None:
+        self._folder.publish(step)
+        self._remove_old()
 
     def postpone(self) -> None:
         """Make `step` save after the next outer step. Every rank calls it."""
@@ -460,7 +357,7 @@ class Checkpoints:
     def _remove_old(self) -> None:
         try:
             for old in self.steps()[: -self._keep] if self._keep else ():
-                self.path(old).unlink(missing_ok=True)
+                self._folder.remove(old)
         except OSError as error:
             logger.warning("Checkpoints: old files are not removed: %s", error)
 
@@ -543,7 +440,7 @@ class Checkpoints:
             ValueError: on every rank, when the newest is of another program: names, shapes or dtypes differ.
         """
         self.wait()
-        steps, self.folder = self.strategy.broadcast_object((self.steps(), self.folder))  # as rank 0 sees them
+        steps = self._steps_of_rank_0()
         snapshot = None
         if self._snapshots is not None:
             snapshot = self.strategy.newest_snapshot(str(self.folder))
@@ -551,7 +448,8 @@ class Checkpoints:
             return self._taken_over(self.strategy.restore_snapshot(snapshot))
         for step in reversed(steps):
             try:
-                saved = self.restore_file(self.path(step))
+                with self._folder.source(step) as path:
+                    saved = self.restore_file(path)
             except OSError as error:
                 if self.strategy.rank == 0:
                     logger.warning("Checkpoints: step %d is skipped: %s", step, error)
@@ -561,6 +459,21 @@ class Checkpoints:
             expected, got = "a file that can be read", f"{len(steps)} that cannot"
             raise OSError(explain("Checkpoints.restore_latest", str(self.folder), expected=expected, got=got))
         return None
+
+    def _steps_of_rank_0(self) -> list[int]:
+        """Return the steps that have files, and make its folder that of all ranks. Collective.
+
+        Raises:
+            OSError: on every rank, if the folder cannot be listed.
+        """
+        group, steps = process_group_of(self.strategy, "Checkpoints"), list[int]()
+        with together(partial(group.exchange, "restore", detail="steps")):
+            if self.strategy.rank == 0:
+                steps = self.steps()
+        steps, path = self.strategy.broadcast_object((steps, self.folder))
+        if isinstance(self._folder, LocalFolder):
+            self._folder.folder = path
+        return list(steps)
 
     def _with_step(self, notes: Any, step: int) -> dict[str, Any]:
         about = (notes() if callable(notes) else notes) or {}
@@ -723,6 +636,9 @@ def checkpoints_iterator(
 
     Source: https://www.tensorflow.org/api_docs/python/tf/train/checkpoints_iterator.
     """
+    if is_url(folder):
+        expected = "a folder on this machine"
+        raise ValueError(explain("checkpoints_iterator", "folder", expected=expected, got=f"the URL {folder}"))
     return _iterate(Path(folder).absolute(), min_interval_secs, timeout, timeout_fn)
 
 
@@ -743,21 +659,3 @@ def _iterate(
         given, last = time.monotonic(), newest
         yield newest
         time.sleep(max(0.0, given + min_interval_secs - time.monotonic()))
-
-
-def _steps(folder: Path) -> list[int]:
-    try:
-        names = os.listdir(folder)  # an unreadable folder raises: a run would start over
-    except (FileNotFoundError, NotADirectoryError):
-        names = []
-    found = (re.fullmatch(_NAMES, name) for name in names)
-    return sorted(int(match[1]) for match in found if match)
-
-
-def _path(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:010}.h5"
-
-
-def newest_file(folder: Path) -> Path | None:
-    steps = _steps(folder)
-    return _path(folder, steps[-1]) if steps else None

@@ -147,7 +147,7 @@ def write_sparse(folder: Path, x: np.ndarray, v: np.ndarray) -> None:
 
 
 def from_sparse(folder: Path) -> ms.data.Dataset:
-    return ms.data.from_sparse(folder / "a.h5ad", {"x": "obs/x", "v": "X"}, dense=True)
+    return ms.data.from_sparse(f"{str(folder).rstrip('/')}/a.h5ad", {"x": "obs/x", "v": "X"}, dense=True)
 
 
 def write_groups(folder: Path, x: np.ndarray, v: np.ndarray) -> None:

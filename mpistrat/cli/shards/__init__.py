@@ -7,6 +7,7 @@ import glob
 from pathlib import Path
 
 from ...base.errors import explain
+from ...data.files.remote import is_url
 from ..command import Group
 
 __all__ = ["COMMAND", "add_files", "given_files"]
@@ -14,7 +15,7 @@ __all__ = ["COMMAND", "add_files", "given_files"]
 
 def add_files(parser: argparse.ArgumentParser) -> None:
     """Add the argument that names a set of files."""
-    parser.add_argument("files", metavar="FILES", nargs="+", help="a folder, a pattern, or HDF5 files")
+    parser.add_argument("files", metavar="FILES", nargs="+", help="a folder, a pattern, HDF5 files, or URLs of these")
 
 
 def given_files(args: argparse.Namespace) -> str | list[str]:
@@ -25,7 +26,7 @@ def given_files(args: argparse.Namespace) -> str | list[str]:
     """
     words: list[str] = args.files
     for word in words:
-        if not Path(word).exists() and not glob.has_magic(word):
+        if not is_url(word) and not Path(word).exists() and not glob.has_magic(word):
             expected = "a folder, a pattern or an HDF5 file that exists"
             raise FileNotFoundError(explain("mpistrat shards", word, expected=expected, got="no such file"))
     return words[0] if len(words) == 1 else words

@@ -10,10 +10,11 @@ from typing import Any
 from ...base.agree import Ranks
 from ...base.errors import ShardError
 from ...base.text import counted, decimal_size
+from ...data.files.remote import StoredPath
 from ...data.shards.files import FileSet, resolve
 from ...data.shards.survey import check_file
 from ..command import DONE, PROBLEM, Command
-from ..terminal import Meter
+from ..terminal import Meter, names
 from . import add_files, given_files
 
 __all__ = ["COMMAND"]
@@ -28,6 +29,9 @@ _WORDS = {
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add_files(parser)
+    parser.add_argument(
+        "--fields", metavar="NAME,…", type=names, help="the datasets to check, of files without a manifest"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -36,7 +40,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     with ranks.together():
         files = resolve(given_files(args))
     with ranks.together():
-        mine = _check(files, ranks)
+        mine = _check(files, ranks, args.fields)
     told: list[dict[str, Any]] = [one for text in ranks.exchange(json.dumps(mine)) for one in json.loads(text)]
     told.sort(key=lambda one: one["place"])
     bad = [one for one in told if one["problem"]]
@@ -48,10 +52,10 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     return PROBLEM if bad else DONE
 
 
-def _check(files: FileSet, ranks: Ranks) -> list[dict[str, Any]]:
+def _check(files: FileSet, ranks: Ranks, fields: list[str] | None) -> list[dict[str, Any]]:
     """Return this rank's files: every n-th of n ranks, so that ranks that read in order read distant files."""
     places = range(ranks.rank, len(files.paths), ranks.size)
-    sizes = {place: files.paths[place].stat().st_size if files.paths[place].is_file() else 0 for place in places}
+    sizes = {place: _size(files.paths[place]) for place in places}
     declared = {path.resolve() for path in files.paths}
     found = []
     what = "checking" if ranks.size == 1 else "checking (rank 0)"
@@ -59,13 +63,20 @@ def _check(files: FileSet, ranks: Ranks) -> list[dict[str, Any]]:
         for place, size in sizes.items():
             by, problem = "", ""
             try:
-                by = check_file(files, place, declared)
+                by = check_file(files, place, declared, fields)
             except ShardError as error:
                 problem = str(error)
             path = str(files.paths[place])
             found.append({"place": place, "path": path, "bytes": size, "by": by, "problem": problem})
             meter.advance(size)
     return found
+
+
+def _size(path: StoredPath) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _document(told: list[dict[str, Any]]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from .chunked import ChunkedReader
 from .contiguous import MappedReader, PositionalReader
 from .handles import OpenFiles, ShardFile, shard_error
 from .library import LibraryReader, all_kept
+from .remote import RemotePath
 from .storage import Chunks, Contiguous, FieldReader, Pointers, RowIndex, Storage
 from .varying import VaryingReader
 
@@ -68,6 +69,9 @@ def chunk_starts(storages: Sequence[Storage], reader: str) -> NDArray[np.int64] 
 
 def _way(storage: Storage, reader: str) -> str:
     """Return the name of a file's reader; files with the same name share one."""
+    layout = storage.layout.storage.layout if isinstance(storage.layout, Pointers) else storage.layout
+    if isinstance(layout, Contiguous) and isinstance(storage.file.path, RemotePath):
+        return "h5py"  # in blocks
     if isinstance(storage.layout, Contiguous) and reader != "h5py":
         return "pread" if reader == "pread" else "mmap"
     if isinstance(storage.layout, Chunks) and reader != "h5py":

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from ...base.errors import ShardError
 from ..buffers import take_rows
 from ..stats import StageStats
-from .handles import Descriptor, ShardFile, open_bytes, shard_error
+from .handles import Descriptor, OpenFiles, ShardFile, shard_error
 from .storage import Contiguous, FieldReader, Storage
 
 __all__ = ["Extent", "JoinedMap", "MappedReader", "PositionalReader", "assign_addresses", "join"]
@@ -338,7 +338,7 @@ class PositionalReader(FieldReader):
     def __init__(self, storages: Sequence[Storage], reason: str = "") -> None:
         super().__init__(storages)
         self._row_bytes = storages[0].row_bytes
-        self._files = open_bytes()
+        self._files = OpenFiles(Descriptor)
         self.reason = reason
 
     def read(self, rows: NDArray[np.int64], out: NDArray[Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -38,9 +38,15 @@ class GroupSamples(FileSamples):
 
     function = "from_groups"
 
-    def __init__(self, files: PathLike | Sequence[PathLike], fields: Fields, within: str | None) -> None:
+    def __init__(
+        self,
+        files: PathLike | Sequence[PathLike],
+        fields: Fields,
+        within: str | None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         self._structure = structure_of("from_groups", "fields", fields)
-        paths, shared = input_files("from_groups", files, is_hdf5), open_hdf5_files()
+        paths, shared = input_files("from_groups", files, is_hdf5, options), open_hdf5_files()
         self._files = [StoredHDF5("from_groups", path, shared) for path in paths]
         self._samples: list[tuple[int, str]] = []  # the file and the name of each group
         self._names = names_in(self._structure) if self._structure is not None else []

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from ...base.errors import ClosedError, LayoutError, MissingDependencyError, ShardError, explain
 from ...cluster.topology import running_mpi
+from .errors import shard_error
+from .remote import RemotePath, RemoteRanges, StoredPath, open_remote_hdf5
 
 if TYPE_CHECKING:
     import h5py
@@ -45,32 +47,25 @@ NOT_UTF8 = "The text is in another encoding, such as Latin-1: write it in UTF-8,
 DAMAGED = "The file is damaged: copy it again, or write the shards again."
 
 
-def shard_error(
-    where: object, expected: str, got: object, remedy: str = "", function: str = "HDF5Dataset"
-) -> ShardError:
-    """Return the error of a file that is not as expected."""
-    return ShardError(explain(function, str(where), expected=expected, got=got, remedy=remedy))
-
-
 @dataclass(frozen=True)
 class ShardFile:
     """The identity of a file when it was first opened; `function` is for errors."""
 
-    path: Path
+    path: StoredPath
     inode: int
     bytes: int
     changed: int
     function: str = "HDF5Dataset"
 
     @classmethod
-    def of(cls, path: Path, function: str = "HDF5Dataset") -> ShardFile:
+    def of(cls, path: StoredPath, function: str = "HDF5Dataset") -> ShardFile:
         status = path.stat()
         return cls(path, status.st_ino, status.st_size, status.st_mtime_ns, function)
 
     def check(self, descriptor: int | None = None) -> None:
         """Raise unless the file is the one that was opened: a truncated file under a map kills the process."""
         try:
-            status = os.stat(self.path if descriptor is None else descriptor)
+            status = self.path.stat() if descriptor is None else os.stat(descriptor)
         except FileNotFoundError:
             got = "no such file"
         else:
@@ -78,12 +73,13 @@ class ShardFile:
             if found == (self.inode, self.bytes, self.changed):
                 return
             got = f"{found} instead of {(self.inode, self.bytes, self.changed)}"
-        expected = "the file as it was opened (inode, bytes, time of change)"
+        what = "URL, bytes, version" if isinstance(self.path, RemotePath) else "inode, bytes, time of change"
+        expected = f"the file as it was opened ({what})"
         remedy = "Files must not change while they are read: make a new dataset."
         raise shard_error(self.path, expected, got, remedy, self.function)
 
 
-def open_hdf5(path: Path, driver: str | None = None, function: str = "HDF5Dataset") -> h5py.File:
+def open_hdf5(path: StoredPath, driver: str | None = None, function: str = "HDF5Dataset") -> h5py.File:
     """Open an HDF5 file for reading, with a driver of h5py: None for its default, or "mpio".
 
     Args:
@@ -94,16 +90,21 @@ def open_hdf5(path: Path, driver: str | None = None, function: str = "HDF5Datase
     """
     import h5py
 
-    options = mpi_io_options(path) if driver == "mpio" else {}
+    if isinstance(path, RemotePath) and driver is not None:
+        raise shard_error(path, "a path on this machine", "a URL", "Leave driver out.", function)
     try:
-        return h5py.File(path, "r", **options)
+        if isinstance(path, RemotePath):
+            return open_remote_hdf5(path)
+        return h5py.File(path, "r", **(mpi_io_options(path) if driver == "mpio" else {}))
+    except ShardError:
+        raise
     except OSError as error:
         got = f"one that HDF5 refuses: {error}"
         remedy = "The file is damaged, truncated or not HDF5: copy it again, or write the shards again."
         raise _refused(path, error, "an HDF5 file", got, remedy, function) from error
 
 
-def _refused(path: Path, error: OSError, expected: str, got: str, remedy: str, function: str) -> ShardError:
+def _refused(path: StoredPath, error: OSError, expected: str, got: str, remedy: str, function: str) -> ShardError:
     """Return the error of a file that does not open; the remedy is for an unknown reason."""
     if error.errno in _TOO_MANY:
         remedy = "Raise the number of files that a process may open (ulimit -n)."
@@ -119,7 +120,7 @@ def _refused(path: Path, error: OSError, expected: str, got: str, remedy: str, f
         )
     elif error.errno in _FORBIDDEN:
         remedy = "Let this user read it: chmod, or ask its owner."
-    elif path.exists():
+    elif isinstance(path, RemotePath) or path.exists():
         got = f"a file of {path.stat().st_size} bytes: {got}"
     return shard_error(path, expected, got, remedy, function)
 
@@ -140,7 +141,7 @@ class OpenFiles(Generic[Handle]):
         self._changed = threading.Condition(threading.Lock())
         self._closed = False
         self._lent = self._waiting = 0  # threads with a file, or about to open one; those waiting for room
-        self._idle: list[tuple[Path, Handle]] = []  # most recently used last
+        self._idle: list[tuple[StoredPath, Handle]] = []  # most recently used last
         self.opened: set[ShardFile] = set()  # all files ever opened
         weakref.finalize(self, _close, self._idle).atexit = False
 
@@ -202,7 +203,7 @@ class OpenFiles(Generic[Handle]):
         return bool(idle)
 
 
-def _close(files: list[tuple[Path, Handle]]) -> None:
+def _close(files: list[tuple[StoredPath, Handle]]) -> None:
     for _, handle in files:
         handle.close()
 
@@ -211,6 +212,7 @@ class Descriptor:
     """A file opened for `os.pread` and the like."""
 
     def __init__(self, file: ShardFile) -> None:
+        assert isinstance(file.path, Path)
         try:
             self._number = os.open(file.path, os.O_RDONLY)
         except OSError as error:
@@ -235,9 +237,16 @@ class Descriptor:
         os.close(self._number)
 
 
-def open_bytes() -> OpenFiles[Descriptor]:
+def open_bytes() -> OpenFiles[Descriptor | RemoteRanges]:
     """Return files that are read as bytes."""
-    return OpenFiles(Descriptor)
+
+    def opener(file: ShardFile) -> Descriptor | RemoteRanges:
+        if not isinstance(file.path, RemotePath):
+            return Descriptor(file)
+        file.check()
+        return RemoteRanges(file.path, file.bytes)
+
+    return OpenFiles(opener)
 
 
 def open_hdf5_files(driver: str | None = None) -> OpenFiles[h5py.File]:

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, final
 
 import numpy as np
@@ -27,7 +26,7 @@ from ..spec import ArraySpec
 from ..stats import StageStats
 from .choice import READERS, choose_reader, chunk_starts
 from .handles import check_mpi_io, open_hdf5_files
-from .remote import refuse_urls
+from .remote import StoredPath
 from .storage import Contiguous, Storage
 
 __all__ = ["Fields", "HDF5Rows"]
@@ -72,7 +71,8 @@ class HDF5Rows(InputRows):
     """The rows of HDF5 files, one file after the other; see `HDF5Dataset`."""
 
     def __init__(
-        self, files: PathLike | Sequence[PathLike], fields: Fields, verify: object, reader: str, on_error: str, driver: str | None
+        self, files: PathLike | Sequence[PathLike], fields: Fields, verify: object, reader: str, on_error: str,
+        driver: str | None, options: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self._structure = _structure(fields)
         _one_of("reader", reader, READERS)
@@ -84,8 +84,7 @@ class HDF5Rows(InputRows):
         _one_of("verify", verify, (True, False, "auto"))
         self._verify = verify
         self._names = None if self._structure is None else list(dict.fromkeys(nest.flatten(self._structure)))
-        refuse_urls("HDF5Dataset", files)
-        found = resolve(files)
+        found = resolve(files, options)
         self._files, self._folder = found.absolute(), found.paths[0].parent
         self._numbers = {path: number for number, path in enumerate(self._files.paths)}
         if len(self._numbers) == 1 and on_error == "raise":  # of several files each rank would check all
@@ -130,7 +129,7 @@ class HDF5Rows(InputRows):
         return self._opened is not None and not self._to_verify
 
     @property
-    def paths(self) -> tuple[Path, ...]:
+    def paths(self) -> tuple[StoredPath, ...]:
         """The files, in order."""
         return self._files.paths
 
@@ -161,7 +160,7 @@ class HDF5Rows(InputRows):
             self._found, self._opened, self._to_verify = list(found), None, False
 
     @property
-    def skipped(self) -> tuple[tuple[Path, str], ...]:
+    def skipped(self) -> tuple[tuple[StoredPath, str], ...]:
         """The skipped files (on_error="skip"), each with the reason."""
         return self._open().skipped
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from ...base.text import printable
 from ..dataset import Dataset
 from ..shards.files import PathLike
 from .hdf5 import Fields, HDF5Rows
+from .remote import StoredPath
 
 __all__ = ["HDF5Dataset"]
 
@@ -28,7 +28,8 @@ class HDF5Dataset(Dataset):
 
     Args:
         files: a file; a directory; a pattern like `data/train-*.h5`; or a list of files, read in its order. Others are
-            read in the manifest's order, else in natural order (2 before 10).
+            read in the manifest's order, else in natural order (2 before 10). URLs such as `s3://bucket/train/` are read
+            in place, by fsspec: chunks of whole rows and blocks of 1 MiB are requests. Only a folder's manifest is used.
         fields: None for a dict of all datasets with rows (`print` names what is left out); a list of names for a dict of
             these; a tuple of names for a tuple; a dict from new names to names in the file; one name for that array
             alone. A name is like "x" or "group/x".
@@ -43,6 +44,7 @@ class HDF5Dataset(Dataset):
             rank must see the same files; compare `fingerprint`.
         driver: "mpio" to read everything through h5py and MPI-IO, each rank independently, with an h5py built with MPI.
             MPI must be running with MPI_THREAD_MULTIPLE; after its end nothing can be read. No virtual datasets.
+        storage_options: arguments of fsspec's file system for URLs, such as `{"anon": True}` for public data on S3.
 
     Raises:
         ShardError: naming the file, for a missing, truncated or damaged one, one that does not match the others or the
@@ -73,12 +75,13 @@ class HDF5Dataset(Dataset):
         reader: str = "auto",
         on_error: str = "raise",
         driver: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._rows = HDF5Rows(files, fields, verify, reader, on_error, driver)
+        self._rows = HDF5Rows(files, fields, verify, reader, on_error, driver, storage_options)
         super().__init__(self._rows)
 
     @property
-    def skipped(self) -> tuple[tuple[Path, str], ...]:
+    def skipped(self) -> tuple[tuple[StoredPath, str], ...]:
         """The skipped files (on_error="skip"), each with the reason."""
         return self._rows.skipped
 

@@ -12,7 +12,7 @@ from ...base import nest
 from ...base.errors import ShardError, explain
 from ...base.text import shortened
 from ..shards.files import PathLike, natural_key
-from .remote import refuse_urls
+from .remote import RemotePath, StoredPath, remote_files, stored_path
 
 __all__ = ["Fields", "input_files", "left_out_words", "names_in", "structure_of"]
 
@@ -21,33 +21,41 @@ _NAMED = 5  # fields that are named in a text
 Fields = str | Sequence[str] | Mapping[str, str] | None
 
 
-def input_files(function: str, files: PathLike | Sequence[PathLike], wanted: Callable[[Path], bool]) -> list[Path]:
-    """Return the files that a path, a directory, a pattern or a list of paths names.
+def input_files(
+    function: str, files: PathLike | Sequence[PathLike], wanted: Callable[[StoredPath], bool],
+    options: Mapping[str, Any] | None = None,
+) -> list[StoredPath]:  # fmt: skip
+    """Return the files that a path, a directory, a pattern or a list of paths names; each may be a URL.
 
     Args:
         function: the name for errors.
         files: what the user passed.
         wanted: returns True for the files of a directory that are read.
+        options: arguments of fsspec's file system for URLs.
 
     Raises:
         ShardError: no file is there.
     """
-    refuse_urls(function, files)
+    paths: list[StoredPath]
     if isinstance(files, (str, os.PathLike)):
-        path = Path(files).absolute()
-        if path.is_dir():
+        path = stored_path(function, files, options)
+        if isinstance(path, RemotePath):
+            paths = sorted(remote_files(path, wanted), key=natural_key)
+        elif path.is_dir():
             paths = sorted(filter(wanted, path.iterdir()), key=natural_key)
         elif not path.exists() and glob.has_magic(str(path)):
             paths = sorted(map(Path, glob.glob(str(path))), key=natural_key)
         else:
             paths = [path]
     else:
-        paths = [Path(one).absolute() for one in files]
+        paths = [stored_path(function, one, options) for one in files]
     if not paths:
         remedy = f"Look at the path; the working directory is {Path.cwd()}."
         raise ShardError(explain(function, str(files), expected="at least one file", got="none", remedy=remedy))
     for path in paths:
-        if not path.is_file():
+        if isinstance(path, RemotePath):
+            path.stat()
+        elif not path.is_file():
             raise ShardError(explain(function, str(path), expected="a file", got="no such file"))
     return paths
 

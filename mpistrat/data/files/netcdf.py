@@ -7,7 +7,6 @@ import hashlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, final
 
 import numpy as np
@@ -22,6 +21,7 @@ from ..shards.objects import Refused, check_filters, find
 from ..spec import ArraySpec, stacked_nbytes
 from .handles import DAMAGED, ShardFile, open_hdf5, shard_error
 from .inputs import Fields, input_files, left_out_words, names_in, structure_of
+from .remote import RemotePath, StoredPath, refuse_url, remote_hdf5_file
 from .units import FieldFiles, StoredField
 
 __all__ = ["NetCDFFiles"]
@@ -60,7 +60,7 @@ class _NetCDFFile:
         status: the file as it was opened.
     """
 
-    def __init__(self, path: Path, decode_times: bool) -> None:
+    def __init__(self, path: StoredPath, decode_times: bool) -> None:
         self.status = ShardFile.of(path, _FUNCTION)
         self._decode_times = decode_times
         self._groups: dict[str, _FileGroup] = {}
@@ -71,6 +71,7 @@ class _NetCDFFile:
             expected = "a file of netCDF-4 or of the classic formats CDF-1 and CDF-2"
             raise shard_error(path, expected, "one of CDF-5", _CONVERT.capitalize(), _FUNCTION)
         if self._classic:
+            refuse_url(_FUNCTION, path, "of netCDF-3, which SciPy reads as a whole")
             use = "SciPy, which reads files of netCDF-3"
             load_optional("scipy.io", _FUNCTION, use, f"pip install scipy; or {_CONVERT}")
         else:
@@ -109,7 +110,7 @@ class _NetCDFFile:
 class _FileGroup:
     """The variables of a group, as stored and decoded."""
 
-    def __init__(self, path: Path, classic: bool, name: str, decode_times: bool) -> None:
+    def __init__(self, path: StoredPath, classic: bool, name: str, decode_times: bool) -> None:
         xarray = load_optional("xarray", _FUNCTION, "xarray, which decodes these files", _INSTALL)
         store = _store(xarray, path, classic, name)
         self.raw, attributes = store.load()
@@ -144,12 +145,13 @@ class _FileGroup:
         return _StoredVariable(self.raw[name], self.decoded[name])
 
 
-def _store(xarray: Any, path: Path, classic: bool, group: str) -> Any:
+def _store(xarray: Any, path: StoredPath, classic: bool, group: str) -> Any:
     """Return xarray's store of a file's group."""
     if classic:
         return xarray.backends.ScipyDataStore(str(path), mode="r")
     load_optional("h5netcdf", _FUNCTION, "h5netcdf, which reads these files", _INSTALL)
-    return xarray.backends.H5NetCDFStore.open(str(path), mode="r", group=group or None)
+    file = remote_hdf5_file(path) if isinstance(path, RemotePath) else str(path)
+    return xarray.backends.H5NetCDFStore.open(file, mode="r", group=group or None)
 
 
 @final
@@ -305,9 +307,10 @@ class NetCDFFiles(FieldFiles):
         dimension: str | None,
         decode_times: bool,
         valid_range: bool,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self.structure = structure_of(_FUNCTION, "fields", fields)
-        paths = input_files(_FUNCTION, files, lambda path: path.suffix.lower() in (".nc", ".nc4", ".cdf"))
+        paths = input_files(_FUNCTION, files, lambda path: path.suffix.lower() in (".nc", ".nc4", ".cdf"), options)
         self._files = [_NetCDFFile(path, decode_times) for path in paths]
         names = None if self.structure is None else [name.strip("/") for name in names_in(self.structure)]
         self._dimension = self._sample_dimension(names) if dimension is None else dimension

@@ -1,52 +1,117 @@
-"""Remote files through fsspec: their file systems, their versions, and errors that name the URL."""
+"""Remote files through fsspec: their addresses, their versions, reads by ranges, and errors that name the URL."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import gc
+import hashlib
+import io
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from ...base.errors import MissingDependencyError, MpistratError, explain
 from ...base.lazy import load_optional
-from ..shards.files import PathLike
-from .handles import shard_error
+from ..buffers import LastRead
+from .errors import shard_error
 
-__all__ = ["RemoteFile", "file_system", "is_url", "naming", "refuse_urls", "web_options"]
+if TYPE_CHECKING:
+    import h5py
+
+__all__ = [
+    "RemoteFile",
+    "RemotePath",
+    "RemoteStream",
+    "StoredPath",
+    "attempts",
+    "file_system",
+    "is_pattern",
+    "is_url",
+    "naming",
+    "open_remote_hdf5",
+    "remote_hdf5_file",
+    "opened_to_scan",
+    "refuse_url",
+    "remote_files",
+    "stored_path",
+    "web_options",
+]
 
 _SILENCE = 60.0  # seconds that a server may send nothing
 _CONNECT = 30.0  # seconds that a connection may take
+_ATTEMPTS = 3
+_PAUSE = 1.0  # seconds before the second attempt
+_BLOCK = 1 << 18  # bytes of a block that a stream keeps
+_SCANNED = 1 << 22  # bytes of a block where the whole file may be read
+_KEPT = 1 << 24  # bytes of blocks that a stream keeps
 _VERSIONS = ("ETag", "etag", "Last-Modified", "LastModified", "last_modified", "mtime", "created", "md5")
 _INSTALL = 'pip install "mpistrat[remote]"'
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)  # errors that a retry meets again
+
+T = TypeVar("T")
 
 
-def is_url(path: PathLike) -> bool:
+def is_url(path: object) -> bool:
     """Return True for a URL such as "s3://bucket/a.zarr".
 
     Example:
         >>> is_url("https://host/a.zarr"), is_url("a.zarr")
         (True, False)
     """
-    return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", os.fspath(path)))
+    return isinstance(path, RemotePath) or (
+        isinstance(path, (str, os.PathLike)) and bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", os.fspath(path)))
+    )
 
 
-def refuse_urls(function: str, files: Any) -> None:
-    """Raise ShardError for the URL of a remote file, or one in a sequence, which the reader cannot read in place.
+def is_pattern(url: str, path: str) -> bool:
+    """Return True if an address, and its path in its file system, is a pattern of several files.
 
     Example:
-        >>> refuse_urls("from_tar", "s3://bucket/a.tar")
+        >>> is_pattern("s3://bucket/*.tar", "bucket/*.tar"), is_pattern("https://host/a?b=1", "https://host/a?b=1")
+        (True, False)
+    """
+    return bool(re.search(r"[*?\[]", path)) and not (url.startswith("http") and "?" in url)
+
+
+def refuse_url(function: str, path: object, why: str) -> None:
+    """Raise ShardError for the URL of a remote file, which the reader cannot read in place.
+
+    Example:
+        >>> refuse_url("from_netcdf", "s3://bucket/a.nc", "netCDF-3")
         Traceback (most recent call last):
             ...
-        mpistrat.errors.ShardError: from_tar: s3://bucket/a.tar: expected a path on this machine, got a URL. Copy ...
+        mpistrat.errors.ShardError: from_netcdf: s3://bucket/a.nc: expected a path on this machine, got a URL (netCDF-3). ...
     """
-    paths = [files] if isinstance(files, (str, os.PathLike)) else files if isinstance(files, Sequence) else ()
-    for path in paths:
-        if isinstance(path, (str, os.PathLike)) and is_url(path):
-            url = os.fspath(path)
-            remedy = f"Copy the files to this node first, and read the copies: ms.data.download({url!r}, folder)."
-            raise shard_error(url, "a path on this machine", "a URL", remedy, function)
+    if is_url(path):
+        url = str(path)
+        remedy = f"Copy the files to this node first, and read the copies: ms.data.download({url!r}, folder)."
+        raise shard_error(url, "a path on this machine", f"a URL ({why})", remedy, function)
+
+
+def attempts(call: Callable[[], T]) -> T:
+    """Return the result of a call of a file system, tried again where the connection breaks.
+
+    Example:
+        >>> attempts(lambda: 3)
+        3
+    """
+    for attempt in range(1, _ATTEMPTS):
+        try:
+            return call()
+        except (*_FINAL, MpistratError):
+            raise
+        except Exception as error:
+            if 400 <= getattr(error, "status", 0) < 500:
+                raise
+            time.sleep(_PAUSE * attempt)
+    return call()
 
 
 @contextlib.contextmanager
@@ -123,3 +188,317 @@ class RemoteFile:
         size = info.get("size")
         version = next((str(info[key]) for key in _VERSIONS if info.get(key) is not None), "")
         return cls(url, None if size is None else int(size), version)
+
+
+@final
+class RemoteStatus:
+    """The part of `os.stat_result` that readers of files compare."""
+
+    def __init__(self, file: RemoteFile, size: int) -> None:
+        self.st_mode, self.st_ino, self.st_size = stat.S_IFREG, 0, size
+        self.st_mtime_ns = int.from_bytes(hashlib.sha256(file.version.encode()).digest()[:7], "big")
+        self.st_ctime_ns = self.st_mtime_ns
+
+
+@final
+class RemotePath:
+    """The address of a remote file, with what readers ask of a `pathlib.Path`. It has no `__fspath__`. Picklable.
+
+    Args:
+        function: the user's call, for errors.
+        url: the address.
+        options: arguments of fsspec's file system.
+    """
+
+    def __init__(self, function: str, url: str, options: Mapping[str, Any]) -> None:
+        self._function, self._url, self._options = function, url, dict(options)
+        self._opened: tuple[int, Any, str] | None = None  # the process, its file system, and the address in it
+        self._first: RemoteFile | None = None  # as it was first looked at
+
+    def __reduce__(self) -> tuple[Callable[..., RemotePath], tuple[Any, ...]]:
+        return RemotePath, (self._function, self._url, self._options)
+
+    def __str__(self) -> str:
+        return self._url
+
+    def __repr__(self) -> str:
+        return f"RemotePath({self._url!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemotePath) and self._url == other._url
+
+    def __hash__(self) -> int:
+        return hash(self._url)
+
+    def __lt__(self, other: RemotePath) -> bool:
+        return self._url < other._url
+
+    @property
+    def function(self) -> str:
+        """The user's call, for errors."""
+        return self._function
+
+    @property
+    def version(self) -> str:
+        """The version that was first looked at; "" if the store gives none."""
+        return "" if self._first is None else self._first.version
+
+    @property
+    def name(self) -> str:
+        return re.sub(r"[?#].*", "", self._url).rstrip("/").rpartition("/")[2]
+
+    @property
+    def suffix(self) -> str:
+        return Path(self.name).suffix
+
+    @property
+    def parent(self) -> RemotePath:
+        return self.at(self._url.rstrip("/").rpartition("/")[0])
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return self.at(f"{self._url.rstrip('/')}/{name}")
+
+    def at(self, url: str) -> RemotePath:
+        other = RemotePath(self._function, url, self._options)
+        if self._opened is not None:
+            process, system, _ = self._opened
+            other._opened = process, system, system._strip_protocol(url)
+        return other
+
+    def absolute(self) -> RemotePath:
+        return self
+
+    def resolve(self) -> RemotePath:
+        return self
+
+    def system(self) -> tuple[Any, str]:
+        """Return the file system of this process, and the address in it."""
+        if self._opened is None or self._opened[0] != os.getpid():  # after a fork its threads are gone
+            self._opened = os.getpid(), *file_system(self._function, self._url, self._options)
+        return self._opened[1:]
+
+    def stat(self) -> RemoteStatus:
+        """Return its size and version.
+
+        Raises:
+            ShardError: it is not there, cannot be looked at, or its server does not give its size.
+        """
+        system, name = self.system()
+        with naming(self._function, self._url, "a file that can be read"):
+            file = attempts(lambda: RemoteFile.of(self._function, system, name))
+        if file.size is None:
+            expected, remedy = "the size of the file", "Copy it by hand, and read the copy."
+            raise shard_error(self._url, expected, "a server that does not give it", remedy, self._function)
+        self._first = self._first or file
+        return RemoteStatus(file, file.size)
+
+    def check(self) -> RemoteStatus:
+        """Return its size and version; raise unless the file is as it was when it was first looked at."""
+        first, self._first = self._first, None
+        status = self.stat()
+        found, self._first = self._first, first or self._first
+        if first not in (None, found):
+            expected = "the file as it was opened (URL, bytes, version)"
+            remedy = "Files must not change while they are read: make a new dataset."
+            raise shard_error(self._url, expected, f"{found} instead of {first}", remedy, self._function)
+        return status
+
+    def open(self, mode: str = "rb", buffering: int = -1, block: int = _BLOCK) -> RemoteStream:
+        """Open it for reading, in blocks that are kept."""
+        return RemoteStream(RemoteRanges(self, self.check().st_size), block)
+
+
+@final
+class RemoteRanges:
+    """Reads of parts of a remote file, where the store can only of the version that was opened.
+
+    Args:
+        path: the file.
+        size: its bytes.
+    """
+
+    def __init__(self, path: RemotePath, size: int) -> None:
+        self._path, self.size = path, size
+        system, name = path.system()
+        options: dict[str, Any] = {"cache_type": "none"}
+        if str(path).startswith(("http://", "https://")):
+            options["size"] = self.size  # else it asks once more
+            version = path.version
+            if version.startswith('"'):  # a strong one
+                options["headers"] = {"If-Match": version}
+        with naming(path.function, str(path), "a file that can be read"):
+            self._file = attempts(lambda: system.open(name, "rb", **options)) if self.size else io.BytesIO()
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return bytes of the file, fewer at its end.
+
+        Raises:
+            ShardError: the connection breaks three times, or the file has changed.
+        """
+        stop = min(stop, self.size)
+        if start >= stop:
+            return b""
+
+        def read() -> bytes:
+            self._file.seek(start)
+            data = bytes(self._file.read(stop - start))
+            if len(data) != stop - start:
+                raise ConnectionError(f"{len(data)} bytes")
+            return data
+
+        with naming(self._path.function, str(self._path), f"bytes {start} to {stop}"):
+            try:
+                return attempts(read)
+            except Exception:
+                self._path.check()
+                raise
+
+    def read_into(self, buffer: memoryview, position: int) -> int:
+        """Fill a buffer from a position on; return the number of bytes read, fewer at the end of the file."""
+        data = self.read(position, position + len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+StoredPath = Path | RemotePath
+
+
+@final
+class RemoteStream(io.RawIOBase):
+    """A remote file as a file object that keeps the blocks that were read last."""
+
+    def __init__(self, ranges: RemoteRanges, block: int) -> None:
+        super().__init__()
+        self._ranges, self._block = ranges, block
+        self._position = 0
+        self._kept = LastRead[bytes](max(_KEPT, 2 * block))
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._ranges.size}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        out = memoryview(buffer).cast("B")
+        start, stop = self._position, min(self._position + len(out), self._ranges.size)
+        if start >= stop:
+            return 0
+        collects = gc.isenabled()
+        # Under h5py's lock: garbage of h5py that fsspec's thread frees would wait for it forever.
+        gc.disable()
+        try:
+            blocks = range(start // self._block, (stop - 1) // self._block + 1)
+            found = {number: kept for number in blocks if (kept := self._kept.get(number)) is not None}
+            for first, last in _runs(number for number in blocks if number not in found):
+                found.update(self._read(first, last))
+            for number in blocks:
+                low, high = max(start, number * self._block), min(stop, (number + 1) * self._block)
+                offset = low - number * self._block
+                out[low - start : high - start] = found[number][offset : offset + high - low]
+        finally:
+            if collects:
+                gc.enable()
+        self._position = stop
+        return stop - start
+
+    def _read(self, first: int, last: int) -> dict[int, bytes]:
+        """Read successive blocks by one request."""
+        start = first * self._block
+        data = self._ranges.read(start, (last + 1) * self._block)
+        found = {}
+        for number in range(first, last + 1):
+            own = found[number] = data[number * self._block - start : (number + 1) * self._block - start]
+            self._kept.put(number, own, len(own))
+        return found
+
+    def close(self) -> None:
+        self._ranges.close()
+        super().close()
+
+
+def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield runs of successive numbers, each as its first and last one."""
+    first = last = -2
+    for number in numbers:
+        if number != last + 1:
+            if first >= 0:
+                yield first, last
+            first = number
+        last = number
+    if first >= 0:
+        yield first, last
+
+
+def opened_to_scan(path: StoredPath) -> Any:
+    """Return a file that is read from its start to its end, or only in parts: a remote one in larger blocks."""
+    return path.open(block=_SCANNED) if isinstance(path, RemotePath) else path.open("rb")
+
+
+def open_remote_hdf5(path: RemotePath) -> h5py.File:
+    """Open a remote HDF5 file for reading. Raises what h5py raises, and ShardError for the connection."""
+    import h5py
+
+    return h5py.File(remote_hdf5_file(path), "r")
+
+
+def remote_hdf5_file(path: RemotePath) -> RemoteStream:
+    """Return a remote file as a file object that h5py opens."""
+    _close_at_exit()
+    return path.open()
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    """Close HDF5 files over file objects before Python ends: HDF5 calls the objects later, and the process crashes."""
+    import h5py
+
+    @atexit.register
+    def close() -> None:
+        for file in h5py.h5f.get_obj_ids(types=h5py.h5f.OBJ_FILE):
+            if file.get_access_plist().get_driver() == h5py.h5fd.fileobj_driver:
+                h5py.File(file).close()
+
+
+def stored_path(function: str, path: Any, options: Mapping[str, Any] | None) -> StoredPath:
+    """Return a path or the address of a remote file, which fsspec's file system opens with some arguments.
+
+    Example:
+        >>> stored_path("f", "s3://bucket/a.h5", None), stored_path("f", "/a.h5", None)
+        (RemotePath('s3://bucket/a.h5'), PosixPath('/a.h5'))
+    """
+    if isinstance(path, RemotePath):
+        return path
+    return RemotePath(function, os.fspath(path), options or {}) if is_url(path) else Path(path).absolute()
+
+
+def remote_files(path: RemotePath, wanted: Callable[[RemotePath], bool]) -> list[RemotePath]:
+    """Return the files of an address: those that a pattern names, the wanted ones of a folder, or the one file.
+
+    A folder of a web server ends with "/", and its page lists its files.
+    """
+    system, name = path.system()
+    url = str(path)
+
+    def addresses(names: Iterable[str]) -> list[RemotePath]:
+        return [path.at(str(system.unstrip_protocol(each))) for each in names]
+
+    with naming(path.function, url, "files that can be read"):
+        if is_pattern(url, name):
+            return addresses(each for each, info in system.glob(name, detail=True).items() if info["type"] == "file")
+        web = url.startswith(("http://", "https://"))
+        if url.endswith("/") if web else system.isdir(name):
+            found = system.ls(name, detail=True)
+            return list(filter(wanted, addresses(each["name"] for each in found if each["type"] == "file")))
+    return [path]

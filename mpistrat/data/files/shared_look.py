@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +60,7 @@ def look_together(node: Node | None, group: ProcessGroup, function: str) -> None
             all_told = group.all_gather_bytes(mine[number]) if alike[0] else gather_bytes(topology.intra, mine[number])
             found: dict[int, Any] = {}
             for data in dict.fromkeys(all_told):
-                found.update(from_bytes(data))
+                found.update(from_bytes(data, source.paths))
             source.take([found[place] for place in range(len(source.paths))])
 
 
@@ -91,7 +90,7 @@ def _places(count: int) -> list[int]:
 
 def _status(source: HDF5Rows, place: int) -> tuple[int, int, int, int] | None:
     try:
-        status = os.stat(source.paths[place])
+        status = source.paths[place].stat()
     except OSError:
         return None  # reported by the rank that inspects it
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -20,7 +19,7 @@ from ..shards.objects import Refused, check_filters, field_of, find, find_group
 from ..spec import ArraySpec, stacked_nbytes
 from .handles import DAMAGED, shard_error
 from .inputs import Fields, structure_of
-from .remote import refuse_urls
+from .remote import RemotePath, stored_path
 from .stored import StoredHDF5
 from .units import FieldFiles, StoredField
 
@@ -201,20 +200,19 @@ class SparseFile(FieldFiles):
 
     function = "from_sparse"
 
-    def __init__(self, path: PathLike, fields: Fields, dense: bool) -> None:
+    def __init__(self, path: PathLike, fields: Fields, dense: bool, options: Mapping[str, Any] | None = None) -> None:
         names = structure_of("from_sparse", "fields", fields)
-        refuse_urls("from_sparse", path)
-        path = Path(path).absolute()
-        if not path.is_file():
-            raise shard_error(path, "a file", "no such file", function="from_sparse")
-        self._file = StoredHDF5("from_sparse", path)
+        stored = stored_path("from_sparse", path, options)
+        if not isinstance(stored, RemotePath) and not stored.is_file():
+            raise shard_error(stored, "a file", "no such file", function="from_sparse")
+        self._file = StoredHDF5("from_sparse", stored)
         if names is None:
             names = self._only_matrix()
         self.fields: dict[str, StoredField] = {}
         self.structure = nest.map_structure(lambda name: self._added(name.strip("/"), dense), names)
         rows = {name: len(field) for name, field in self.fields.items()}
         if len(set(rows.values())) > 1:
-            raise shard_error(path, "fields with equally many rows", rows, function="from_sparse")
+            raise shard_error(stored, "fields with equally many rows", rows, function="from_sparse")
 
     def _only_matrix(self) -> str:
         with self._file.open("") as file:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -149,7 +148,8 @@ class Storage:
         with self.file.path.open("rb", buffering=0) as file:
             for row in np.unique(np.linspace(0, self.rows - 1, count, dtype=np.int64)).tolist():
                 start = self.layout.offset + row * self.row_bytes
-                yield os.pread(file.fileno(), min(self.row_bytes, _SAMPLE), start)
+                file.seek(start)
+                yield file.read(min(self.row_bytes, _SAMPLE))
 
 
 class RowIndex:

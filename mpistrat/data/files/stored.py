@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from ...base.errors import MpistratError
 from ..nodes.sources import short_digest
 from ..shards.objects import Refused
 from .handles import DAMAGED, OpenFiles, ShardFile, open_bytes, open_hdf5_files, shard_error
+from .remote import StoredPath
 
 if TYPE_CHECKING:
     import h5py
@@ -37,7 +37,7 @@ class StoredBytes:
         return StoredBytes, (self._function, self._files)
 
     @property
-    def paths(self) -> list[Path]:
+    def paths(self) -> list[StoredPath]:
         """The files' paths."""
         return [file.path for file in self._files]
 
@@ -63,6 +63,8 @@ class StoredBytes:
         with self._open.lend(file) as opened:
             try:
                 found = opened.read_into(memoryview(buffer), position)
+            except MpistratError:
+                raise
             except OSError as error:
                 raise shard_error(where, "bytes that can be read", error, function=self._function) from error
         if found != count:
@@ -87,7 +89,7 @@ class StoredHDF5:
         files: the open files that it shares with others of a source, few of which are open at a time; default its own.
     """
 
-    def __init__(self, function: str, path: Path, files: OpenFiles[h5py.File] | None = None) -> None:
+    def __init__(self, function: str, path: StoredPath, files: OpenFiles[h5py.File] | None = None) -> None:
         self._function = function
         self.path = path
         self._status = ShardFile.of(path, function)

@@ -12,7 +12,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, final
 
 import numpy as np
@@ -31,6 +30,7 @@ from ..stats import StageStats
 from .columns import UnfitColumn, column_spec, to_numpy
 from .handles import ShardFile, shard_error
 from .inputs import Fields, input_files, left_out_words, names_in, structure_of
+from .remote import RemotePath, StoredPath, opened_to_scan
 from .units import empty_rows, place_rows
 
 __all__ = ["FORMATS", "TableRows", "table_paths"]
@@ -41,6 +41,14 @@ _ENDS = 1 << 16  # bytes at a file's end that ranks compare
 
 def _pyarrow(module: str) -> Any:
     return load_optional(module, "from_tables", "pyarrow, which reads these files", 'pip install "mpistrat[tables]"')
+
+
+def _source(path: StoredPath, whole: bool = False) -> Any:
+    """Return an open file for pyarrow, which may be read as a whole."""
+    pyarrow = _pyarrow("pyarrow")
+    if isinstance(path, RemotePath):
+        return pyarrow.PythonFile(opened_to_scan(path) if whole else path.open())
+    return pyarrow.OSFile(str(path))
 
 
 class _UnitFile(ABC):
@@ -56,33 +64,33 @@ class _UnitFile(ABC):
 
 @final
 class _Parquet(_UnitFile):
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: StoredPath) -> None:
         self._path = path
-        metadata = _pyarrow("pyarrow.parquet").read_metadata(path)
+        with _source(path) as source:
+            metadata = self._metadata = _pyarrow("pyarrow.parquet").read_metadata(source)
         self.schema = metadata.schema.to_arrow_schema()
         self.rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
 
     def read(self, unit: int, columns: list[str]) -> Any:
         # Without pyarrow's threads: each rank of a node would start as many as the node has cores.
-        with _pyarrow("pyarrow.parquet").ParquetFile(self._path) as file:
+        # Of a remote file the parts of a row group that lie together are one request.
+        options = {"metadata": self._metadata, "pre_buffer": isinstance(self._path, RemotePath)}
+        with _source(self._path) as source, _pyarrow("pyarrow.parquet").ParquetFile(source, **options) as file:
             return file.read_row_group(unit, columns, use_threads=False)
 
 
 @final
 class _Arrow(_UnitFile):
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: StoredPath) -> None:
         self._path = path
-        with self._opened() as source:
+        with _source(path) as source:
             reader = _pyarrow("pyarrow").ipc.open_file(source)
             self.schema = reader.schema
             self.rows = [reader.get_batch(unit).num_rows for unit in range(reader.num_record_batches)]
 
-    def _opened(self) -> Any:
-        return _pyarrow("pyarrow").OSFile(str(self._path))
-
     def read(self, unit: int, columns: list[str]) -> Any:
         pyarrow = _pyarrow("pyarrow")
-        with self._opened() as source:
+        with _source(self._path) as source:
             batch = pyarrow.ipc.open_file(source).get_batch(unit)
             return pyarrow.Table.from_batches([batch]).select(columns)
 
@@ -91,14 +99,16 @@ class _Arrow(_UnitFile):
 class _Text(_UnitFile):
     """A text file, which pyarrow reads as a whole with inferred column types."""
 
-    def __init__(self, path: Path, module: str, function: str) -> None:
+    def __init__(self, path: StoredPath, module: str, function: str) -> None:
         self._path, self._module, self._function = path, module, function
         table = self._table()
         self.schema, self.rows = table.schema, [table.num_rows]
 
     def _table(self) -> Any:
         module = _pyarrow(self._module)
-        return getattr(module, self._function)(self._path, read_options=module.ReadOptions(use_threads=False))
+        packed = "gzip" if self._path.name.lower().endswith(".gz") else None
+        with _source(self._path, whole=True) as source, _pyarrow("pyarrow").input_stream(source, packed) as text:
+            return getattr(module, self._function)(text, read_options=module.ReadOptions(use_threads=False))
 
     def read(self, unit: int, columns: list[str]) -> Any:
         return self._table().select(columns)
@@ -118,7 +128,9 @@ FORMATS: dict[str, tuple[tuple[str, ...], Any]] = {
 _error = functools.partial(shard_error, function="from_tables")
 
 
-def table_paths(files: PathLike | Sequence[PathLike], format: str | None) -> tuple[list[Path], str]:
+def table_paths(
+    files: PathLike | Sequence[PathLike], format: str | None, options: Mapping[str, Any] | None = None
+) -> tuple[list[StoredPath], str]:
     """Return the files that a path, a directory, a pattern or a list of paths names, and their format.
 
     Raises:
@@ -129,7 +141,7 @@ def table_paths(files: PathLike | Sequence[PathLike], format: str | None) -> tup
         expected = f"None or one of {', '.join(FORMATS)}"
         raise ValueError(explain("from_tables", "format", expected=expected, got=repr(format)))
     wanted = [format] if format is not None else list(FORMATS)
-    paths = input_files("from_tables", files, lambda path: _format_of(path) in wanted)
+    paths = input_files("from_tables", files, lambda path: _format_of(path) in wanted, options)
     found = {format} if format is not None else {_format_of(path) for path in paths}
     (one,) = found if len(found) == 1 else (None,)
     if one is None:
@@ -142,7 +154,7 @@ def table_paths(files: PathLike | Sequence[PathLike], format: str | None) -> tup
     return paths, one
 
 
-def _format_of(path: Path) -> str | None:
+def _format_of(path: StoredPath) -> str | None:
     name = path.name.lower()
     return next((format for format, (endings, _) in FORMATS.items() if name.endswith(endings)), None)
 
@@ -150,7 +162,7 @@ def _format_of(path: Path) -> str | None:
 class _OpenTables:
     """The opened files, checked against the first one."""
 
-    def __init__(self, paths: Sequence[Path], format: str, names: Sequence[str] | None) -> None:
+    def __init__(self, paths: Sequence[StoredPath], format: str, names: Sequence[str] | None) -> None:
         self.files: list[_UnitFile] = []
         self.status = [ShardFile.of(path, "from_tables") for path in paths]
         for path in paths:
@@ -167,7 +179,7 @@ class _OpenTables:
         rows = [self.files[number].rows[unit] for number, unit in self.units]
         self.starts = np.concatenate(([0], np.cumsum(rows, dtype=np.int64))).astype(np.int64)
 
-    def _compare(self, path: Path, file: _UnitFile, first: Path) -> None:
+    def _compare(self, path: StoredPath, file: _UnitFile, first: StoredPath) -> None:
         for name, spec in self.specs.items():
             if name not in file.schema.names:
                 raise _error(path, f"a column {name!r}, as in {first}", f"columns {file.schema.names}")
@@ -177,7 +189,7 @@ class _OpenTables:
                 raise _error(path, f"{name!r} as {spec}, like {first}", f"{found}", remedy)
 
 
-def _specs(path: Path, schema: Any, names: Sequence[str] | None) -> tuple[dict[str, ArraySpec], dict[str, str]]:
+def _specs(path: StoredPath, schema: Any, names: Sequence[str] | None) -> tuple[dict[str, ArraySpec], dict[str, str]]:
     """Return the specs of the wanted columns, and why others are left out."""
     specs: dict[str, ArraySpec] = {}
     left_out: dict[str, str] = {}
@@ -199,9 +211,15 @@ def _specs(path: Path, schema: Any, names: Sequence[str] | None) -> tuple[dict[s
 class TableRows(InputRows):
     """The rows of tables, one file after the other; see `from_tables`."""
 
-    def __init__(self, files: PathLike | Sequence[PathLike], columns: Fields, format: str | None) -> None:
+    def __init__(
+        self,
+        files: PathLike | Sequence[PathLike],
+        columns: Fields,
+        format: str | None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         self._structure = structure_of("from_tables", "columns", columns)
-        self._paths, self._format = table_paths(files, format)
+        self._paths, self._format = table_paths(files, format, options)
         self._lock = threading.Lock()
         self._kept = LastRead[dict[str, NDArray[Any]]](_KEPT)
         self._buffers = RowBuffers()

@@ -8,19 +8,19 @@ import re
 import tarfile
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
 from ...base import nest
-from ...base.errors import MpistratError, explain
+from ...base.errors import MpistratError, ShardError, explain
 from ...base.text import counted
 from ..nodes.samples import FileSamples
 from ..shards.files import PathLike
 from .decoders import Decoder, check_used, checked_decoders, decoder_of, keys_of
 from .handles import ShardFile, shard_error
 from .inputs import Fields, input_files, left_out_words, names_in, structure_of
+from .remote import StoredPath, opened_to_scan
 from .stored import StoredBytes
 
 __all__ = ["TarSamples"]
@@ -36,11 +36,11 @@ _Members = dict[str, tuple[int, int]]  # of a sample: the first byte and the num
 _error = functools.partial(shard_error, function="from_tar")
 
 
-def _headers(path: Path) -> Iterator[tarfile.TarInfo]:
+def _headers(path: StoredPath) -> Iterator[tarfile.TarInfo]:
     """Return an iterator over the members of an archive, which must have its end."""
     remedy = "If it is compressed (.tar.gz), decompress it: only then has it random access. Else copy it again."
     try:
-        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
+        with opened_to_scan(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             empty = archive.firstmember is None  # type: ignore[attr-defined]  # then `next` raises an error in Python 3.10
             while not empty and (member := archive.next()) is not None:
                 archive.members.clear()  # type: ignore[attr-defined]  # they would be kept
@@ -48,13 +48,15 @@ def _headers(path: Path) -> Iterator[tarfile.TarInfo]:
             file.seek(archive.offset)
             ended = file.read(_BLOCK) == bytes(_BLOCK)
             place = archive.offset
+    except ShardError:
+        raise
     except (tarfile.TarError, OSError, ValueError) as error:
         raise _error(path, "a whole tar archive", f"{type(error).__name__}: {error}", remedy) from error
     if not ended:  # tarfile ends there silently
         raise _error(path, f"a member or the end of the archive at byte {place}", "neither", "Copy the file again.")
 
 
-def _samples(path: Path) -> Iterator[tuple[str, _Members]]:
+def _samples(path: StoredPath) -> Iterator[tuple[str, _Members]]:
     """Return an iterator over an archive's samples: successive members whose names are equal up to the first dot."""
     key, members = None, _Members()
     for member in _headers(path):
@@ -86,12 +88,13 @@ class TarSamples(FileSamples):
     function = "from_tar"
 
     def __init__(
-        self, files: PathLike | Sequence[PathLike], fields: Fields, decode: Mapping[str, Decoder] | None
-    ) -> None:
+        self, files: PathLike | Sequence[PathLike], fields: Fields, decode: Mapping[str, Decoder] | None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         self._structure = structure_of("from_tar", "fields", fields)
         given = checked_decoders("from_tar", decode or {})
         chosen = {name.lower().removeprefix("."): decoder for name, decoder in given.items()}
-        paths = input_files("from_tar", files, lambda path: path.suffix.lower() == ".tar")
+        paths = input_files("from_tar", files, lambda path: path.suffix.lower() == ".tar", options)
         self._bytes = StoredBytes("from_tar", [ShardFile.of(path, "from_tar") for path in paths])
         self._names: list[str] = []
         self._left_out: set[str] = set()
@@ -108,7 +111,7 @@ class TarSamples(FileSamples):
         self._decoders = {name: decoder_of(name, chosen) for name in self._names}
         check_used("from_tar", chosen, set().union(*map(keys_of, self._names)), self._names)
 
-    def _add(self, number: int, path: Path, key: str, members: _Members) -> None:
+    def _add(self, number: int, path: StoredPath, key: str, members: _Members) -> None:
         if self._structure is None and not self._keys:
             self._names = list(members)
         for name in self._names:

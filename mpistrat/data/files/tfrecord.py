@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-import os
 import struct
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast, final
 
 import numpy as np
@@ -24,6 +22,7 @@ from .decoders import Decoder, check_used, checked_decoders
 from .examples import features_of, required
 from .handles import ShardFile, shard_error
 from .inputs import Fields, input_files, left_out_words, names_in, structure_of
+from .remote import StoredPath, opened_to_scan
 from .stored import StoredBytes
 
 __all__ = ["Features", "RecordSamples"]
@@ -52,10 +51,10 @@ def _checksum(data: bytes) -> int:
     return (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF
 
 
-def _places(path: Path) -> Iterator[tuple[int, int]]:
+def _places(path: StoredPath) -> Iterator[tuple[int, int]]:
     """Return an iterator over the first byte and the number of bytes of each record."""
-    position, size = 0, os.path.getsize(path)
-    with path.open("rb") as file:
+    position, size = 0, path.stat().st_size
+    with opened_to_scan(path) as file:
         while position < size:
             file.seek(position)
             header = file.read(_HEADER.size)
@@ -82,11 +81,12 @@ class RecordSamples(FileSamples):
     function = "from_tfrecord"
 
     def __init__(
-        self, files: PathLike | Sequence[PathLike], features: Features, decode: Mapping[str, Decoder] | None
-    ) -> None:
+        self, files: PathLike | Sequence[PathLike], features: Features, decode: Mapping[str, Decoder] | None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         self._decoders = checked_decoders("from_tfrecord", decode or {})
         self._specs, names = _specs_and_names(features)
-        paths = input_files("from_tfrecord", files, lambda path: path.name.lower().endswith(_ENDINGS))
+        paths = input_files("from_tfrecord", files, lambda path: path.name.lower().endswith(_ENDINGS), options)
         self._bytes = StoredBytes("from_tfrecord", [ShardFile.of(path, "from_tfrecord") for path in paths])
         self._files, self._places = array("q"), array("q")
         for number, path in enumerate(paths):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -25,6 +26,7 @@ from .stage import Stage
 __all__ = ["Enumerated", "Mapped", "map"]
 
 _TRIED = 64  # elements that are tried to learn the function's result
+_LONGEST_TRY = 3.0  # seconds after which no more are tried: of a broken connection each takes its time limit
 
 
 def _raise(error: Exception) -> NoReturn:
@@ -70,8 +72,10 @@ class Mapped(Stage):
 
         If the function fails for it, the next one is tried: `ignore_errors` may skip the first ones.
         """
-        parent, failed = self._parent, None
+        parent, failed, began = self._parent, None, time.monotonic()
         for position, read in enumerate(self._first_ones()):
+            if failed is not None and time.monotonic() - began > _LONGEST_TRY:
+                break
             try:
                 element = read()
                 made = self._calls.each([element])[0]

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Union
@@ -17,6 +17,7 @@ from ...base.errors import ShardError, explain
 from ...base.files import algorithm_of, digest_of_ends, digest_of_file
 from ...base.text import decimal_size
 from ..files.handles import ShardFile, shard_error
+from ..files.remote import RemotePath, StoredPath, is_url, remote_files
 from .manifest import Field, Manifest, ShardEntry, read_manifest
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
 PathLike = Union[str, "os.PathLike[str]"]
 
 MANIFEST = "manifest.json"
+_FUNCTION = "HDF5Dataset"
 _SUFFIXES = (".h5", ".hdf5")
 
 
@@ -42,7 +44,7 @@ _SUFFIXES = (".h5", ".hdf5")
 class FileSet:
     """Files in order, each with its manifest entry if any, and the fields of the set's manifest."""
 
-    paths: tuple[Path, ...]
+    paths: tuple[StoredPath, ...]
     entries: tuple[ShardEntry | None, ...]
     fields: dict[str, Field] | None
 
@@ -60,10 +62,12 @@ class FileSet:
             _check(self.paths[number], self.entries[number], verify=verify)
 
 
-def _check(path: Path, entry: ShardEntry | None, *, verify: bool) -> None:
+def _check(path: StoredPath, entry: ShardEntry | None, *, verify: bool) -> None:
     got, size = "", 0
     try:
         status = path.stat()
+    except ShardError:
+        raise
     except OSError as error:
         got = "no such file" if isinstance(error, FileNotFoundError) else str(error)
     else:
@@ -87,7 +91,7 @@ _REMEDY = "Copy the file again, or write the shards again."
 _whole: set[ShardFile] = set()  # files whose digests matched, with their identity at that time
 
 
-def _verify(path: Path, entry: ShardEntry | None) -> None:
+def _verify(path: StoredPath, entry: ShardEntry | None) -> None:
     """Compare the digest of a file's bytes, unless this process has done so."""
     if entry is None:
         expected = "a digest in a manifest, which verify=True compares"
@@ -110,7 +114,7 @@ def remember_whole(files: Iterable[ShardFile]) -> None:
     _whole.update(files)
 
 
-def check_ends(path: Path, entry: ShardEntry | None) -> None:
+def check_ends(path: StoredPath, entry: ShardEntry | None) -> None:
     """Compare the digest of a file's ends with the manifest, if it has one that can be computed here.
 
     Raises:
@@ -126,12 +130,12 @@ def check_ends(path: Path, entry: ShardEntry | None) -> None:
         raise shard_error(path, f"digest {entry.ends} of the first and last 64 KiB (manifest)", found, _REMEDY)
 
 
-def natural_key(path: Path) -> tuple[object, ...]:
+def natural_key(path: StoredPath) -> tuple[object, ...]:
     """Return a sort key that puts part-2 before part-10."""
     return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", str(path)))
 
 
-def is_hdf5(path: Path) -> bool:
+def is_hdf5(path: StoredPath) -> bool:
     """Return True if a file has the suffix of an HDF5 file, in any case."""
     return path.suffix.lower() in _SUFFIXES
 
@@ -162,22 +166,27 @@ def set_pattern(function: str, target: PathLike) -> Path:
     return path / "*.h5"
 
 
-def _from_manifest(path: Path) -> FileSet:
+def _from_manifest(path: StoredPath) -> FileSet:
     manifest = read_manifest(path)
     return FileSet(tuple(path.parent / shard.name for shard in manifest.shards), manifest.shards, manifest.fields)
 
 
 def _directory(directory: Path) -> FileSet:
-    manifests = sorted(directory.glob(f"*{MANIFEST}"))
+    found = [path for path in directory.iterdir() if not path.name.startswith(".")]
+    paths = sorted((path for path in found if is_hdf5(path)), key=natural_key)
+    manifests = sorted(path for path in found if path.name.endswith(MANIFEST))
+    if found and not paths and not manifests:
+        raise _without_hdf5(directory, found)
+    return _listed_or_promised(directory, paths, manifests)
+
+
+def _listed_or_promised(directory: StoredPath, paths: Sequence[StoredPath], manifests: Sequence[StoredPath]) -> FileSet:
+    """Return the files of a directory, in the order of its manifest if it has one."""
     if len(manifests) > 1:
         names = ", ".join(path.name for path in manifests)
         remedy = f"Name one set, for instance {directory / (manifests[0].name[: -len(MANIFEST)] + '*.h5')}."
         raise shard_error(directory, "one set of shards", names, remedy)
-    found = [path for path in directory.iterdir() if not path.name.startswith(".")]
-    paths = sorted((path for path in found if is_hdf5(path)), key=natural_key)
     if not manifests:
-        if found and not paths:
-            raise _without_hdf5(directory, found)
         return _listed(paths, str(directory))
     promised = _from_manifest(manifests[0])
     _refuse_others(paths, promised, manifests[0], str(directory))
@@ -207,7 +216,7 @@ def _pattern(pattern: str) -> FileSet:
     return FileSet(tuple(p for p, _ in pairs), tuple(e for _, e in pairs), promised.fields)
 
 
-def _refuse_others(paths: Sequence[Path], promised: FileSet, manifest: Path, asked: str) -> None:
+def _refuse_others(paths: Sequence[StoredPath], promised: FileSet, manifest: StoredPath, asked: str) -> None:
     """Raise for a requested file that the manifest does not list: skipping it would lose rows silently."""
     known = {path.name for path in promised.paths}
     for path in paths:
@@ -217,30 +226,35 @@ def _refuse_others(paths: Sequence[Path], promised: FileSet, manifest: Path, ask
             raise shard_error(path, expected, "an unlisted file", remedy)
 
 
-def _listed(paths: Sequence[Path], asked: str) -> FileSet:
+def _listed(paths: Sequence[StoredPath], asked: str) -> FileSet:
     """Return the listed files, with their entries in manifests of the same folders."""
     if not paths:
         remedy = f"Check the path; the working directory is {Path.cwd()}."
         raise shard_error(asked, "at least one HDF5 file", "no match", remedy)
-    by_directory: dict[Path, list[Manifest]] = {}
-    for directory in {path.parent for path in paths}:
+    by_directory: dict[StoredPath, list[Manifest]] = {}
+    for directory in {path.parent for path in paths if isinstance(path, Path)}:
         by_directory[directory] = [read_manifest(path) for path in sorted(directory.glob(f"*{MANIFEST}"))]
     entries: list[ShardEntry | None] = []
     for path in paths:
-        shards = (shard for manifest in by_directory[path.parent] for shard in manifest.shards)
+        shards = (shard for manifest in by_directory.get(path.parent, ()) for shard in manifest.shards)
         entries.append(next((shard for shard in shards if shard.name == path.name), None))
     return FileSet(tuple(paths), tuple(entries), None)
 
 
-def resolve(files: PathLike | Sequence[PathLike]) -> FileSet:
-    """Return the files that a path, a directory, a pattern or a list of paths names.
+def resolve(files: PathLike | Sequence[PathLike], options: Mapping[str, Any] | None = None) -> FileSet:
+    """Return the files that a path, a directory, a pattern or a list of paths names; each may be a URL.
+
+    Args:
+        options: arguments of fsspec's file system for URLs.
 
     Raises:
         TypeError: for anything else.
         ShardError: naming the argument, if no file exists.
     """
     if not isinstance(files, (str, os.PathLike)):
-        return _listed(_paths(files), repr(files))
+        return _listed(_paths(files, options), repr(files))
+    if is_url(files):
+        return _remote(RemotePath(_FUNCTION, os.fspath(files), options or {}))
     path = Path(files)
     try:
         mode = _mode(path)
@@ -254,6 +268,12 @@ def resolve(files: PathLike | Sequence[PathLike]) -> FileSet:
         raise shard_error(path, expected, str(error), remedy) from error
 
 
+def _remote(url: RemotePath) -> FileSet:
+    found = sorted(remote_files(url, lambda path: is_hdf5(path) or path.name.endswith(MANIFEST)), key=natural_key)
+    manifests = [path for path in found if path.name.endswith(MANIFEST)]
+    return _listed_or_promised(url, [path for path in found if path not in manifests], manifests)
+
+
 def _mode(path: Path) -> int | None:
     """Return a file's mode, None if it does not exist. Raise for a forbidden one, unlike Path.is_dir of Python 3.14."""
     try:
@@ -264,15 +284,15 @@ def _mode(path: Path) -> int | None:
         return None
 
 
-def _paths(files: Any) -> list[Path]:
+def _paths(files: Any, options: Mapping[str, Any] | None) -> list[StoredPath]:
     expected = "a path, a directory, a pattern or a list of paths"
     if not isinstance(files, Iterable):
         raise TypeError(explain("HDF5Dataset", "files", expected=expected, got=repr(files)))
-    paths = []
+    paths: list[StoredPath] = []
     for number, path in enumerate(files):
         if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(explain("HDF5Dataset", f"files[{number}]", expected="a path", got=repr(path)))
-        paths.append(Path(path))
+            raise TypeError(explain(_FUNCTION, f"files[{number}]", expected="a path", got=repr(path)))
+        paths.append(RemotePath(_FUNCTION, os.fspath(path), options or {}) if is_url(path) else Path(path))
     return paths
 
 
@@ -284,6 +304,8 @@ def is_small(files: FileSet) -> bool:
     entries = [entry for entry in files.entries if entry is not None]
     if not entries or len(entries) < len(files.entries):
         return False  # foreign files have no digests
+    if any(isinstance(path, RemotePath) for path in files.paths):
+        return False
     size, algorithms = sum(entry.bytes for entry in entries), {algorithm_of(entry.digest) for entry in entries}
     if size <= min(_SMALL.get(algorithm, 0) for algorithm in algorithms):
         try:

@@ -25,6 +25,7 @@ from ...base.errors import ShardError
 from ...base.text import decimal_size
 from ..files.codecs import Pipeline
 from ..files.handles import DAMAGED, ShardFile, open_hdf5, shard_error
+from ..files.remote import RemotePath, StoredPath
 from ..files.storage import Chunks, Contiguous, Layout, OnlyHDF5, Pointers, Storage
 from ..files.varying import POINTER
 from ..memory_limit import available_memory
@@ -51,6 +52,7 @@ __all__ = [
 _LARGE_ROW = 1 << 30  # bytes of a row for which free memory is checked
 _EXPECTED = "numbers, strings or structures that lie in the declared files"
 _BLOCK = 1 << 18  # bytes read at a time from data that is not chunked
+_REMOTE_BLOCK = 1 << 20  # of a remote file
 
 
 @dataclass(frozen=True)
@@ -69,14 +71,14 @@ class ShardContents:
 
     file: ShardFile
     storages: dict[str, Storage]
-    sources: frozenset[Path] = frozenset()
+    sources: frozenset[StoredPath] = frozenset()
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     sample: bytes = b""
     problem: str = ""
 
     @property
-    def path(self) -> Path:
+    def path(self) -> StoredPath:
         return self.file.path
 
     @property
@@ -145,7 +147,7 @@ def look(
 
 
 def look_into(
-    path: Path, names: Sequence[str] | None, declared: Container[Path], driver: str | None = None, *,
+    path: StoredPath, names: Sequence[str] | None, declared: Container[StoredPath], driver: str | None = None, *,
     together: bool = True,
 ) -> ShardContents:  # fmt: skip
     """Inspect one file.
@@ -178,11 +180,11 @@ def look_into(
 class _Declared:
     """Files by resolved path. Resolving takes several system calls per file, and only virtual datasets need it."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[StoredPath]) -> None:
         self._paths = paths
 
     @functools.cached_property
-    def _resolved(self) -> frozenset[Path]:
+    def _resolved(self) -> frozenset[StoredPath]:
         return frozenset(path.resolve() for path in self._paths)
 
     def __contains__(self, path: object) -> bool:
@@ -192,14 +194,16 @@ class _Declared:
 class _Looker:
     """The inspection of one file."""
 
-    def __init__(self, path: Path, declared: Container[Path], driver: str | None) -> None:
+    def __init__(self, path: StoredPath, declared: Container[StoredPath], driver: str | None) -> None:
         self.path, self._declared, self._driver = path, declared, driver
         try:
             self.file = ShardFile.of(path)
+        except ShardError:
+            raise
         except OSError as error:
             raise self._error("", "an HDF5 file", str(error)) from error
         self.storages: dict[str, Storage] = {}
-        self.sources: set[Path] = set()
+        self.sources: set[StoredPath] = set()
         self.left_out: list[str] = []
         self.notes: list[str] = []
 
@@ -251,7 +255,8 @@ class _Looker:
         except Refused as refused:
             raise self._error(name, _EXPECTED, str(refused), refused.remedy) from None
         rows, row_bytes = int(dataset.shape[0]), self._row_bytes(dataset)
-        block_rows = max(1, _BLOCK // max(1, row_bytes))
+        block = _REMOTE_BLOCK if isinstance(self.path, RemotePath) else _BLOCK
+        block_rows = max(1, block // max(1, row_bytes))
         if dataset.chunks:
             block_rows = min(block_rows, dataset.chunks[0]) if dataset.dtype.hasobject else dataset.chunks[0]
         chunk_rows = dataset.chunks[0] if dataset.chunks else 0
@@ -354,9 +359,15 @@ def to_bytes(found: dict[int, Found]) -> bytes:
     return zlib.compress(json.dumps(found, default=_to_json, separators=(",", ":")).encode(), 1)
 
 
-def from_bytes(data: bytes) -> dict[int, Found]:
-    """Invert `to_bytes`."""
-    found = json.loads(zlib.decompress(data), object_hook=_from_json)
+def from_bytes(data: bytes, paths: Sequence[StoredPath]) -> dict[int, Found]:
+    """Invert `to_bytes`, where this rank has these paths of the set's files."""
+    makers = {**_MAKERS, "RemotePath": {str(path): path for path in paths}.__getitem__}
+
+    def made(document: dict[str, Any]) -> Any:
+        key, content = next(iter(document.items()), ("", None))
+        return makers[key[1:]](content) if key[:1] == "\0" else document
+
+    found = json.loads(zlib.decompress(data), object_hook=made)
     return {int(number): one for number, one in found.items()}
 
 
@@ -365,6 +376,8 @@ def _to_json(value: Any) -> dict[str, Any]:
     kind, content = type(value).__name__, value
     if isinstance(value, Path):
         kind, content = "Path", str(value)
+    elif isinstance(value, RemotePath):
+        content = str(value)  # not its options, which may have secrets
     elif isinstance(value, np.dtype):
         kind, content = "dtype", dtype_to_json(value)
     elif isinstance(value, np.ndarray):
@@ -378,11 +391,6 @@ def _to_json(value: Any) -> dict[str, Any]:
     else:
         content = [getattr(value, each.name) for each in dataclasses.fields(value)]
     return {f"\0{kind}": content}
-
-
-def _from_json(document: dict[str, Any]) -> Any:
-    key, content = next(iter(document.items()), ("", None))
-    return _MAKERS[key[1:]](content) if key[:1] == "\0" else document
 
 
 def _made(kind: type) -> Callable[[list[Any]], Any]:
@@ -421,7 +429,7 @@ class ShardSet:
     shards: tuple[ShardContents, ...]
     sources: tuple[ShardFile, ...]
     fields: dict[str, Field]
-    skipped: tuple[tuple[Path, str], ...]
+    skipped: tuple[tuple[StoredPath, str], ...]
 
 
 def join_shards(files: FileSet, found: Sequence[Found], names: Sequence[str] | None, on_error: str) -> ShardSet:
@@ -434,10 +442,10 @@ def join_shards(files: FileSet, found: Sequence[Found], names: Sequence[str] | N
         ShardError: naming the bad file.
     """
     names = _wanted_names(files, names)
-    skipped: list[tuple[Path, str]] = []
+    skipped: list[tuple[StoredPath, str]] = []
     shards: list[ShardContents] = []
-    bad: list[tuple[Path, ShardError]] = []
-    missing: set[Path] = set()
+    bad: list[tuple[StoredPath, ShardError]] = []
+    missing: set[StoredPath] = set()
     for path, entry, one in zip(files.paths, files.entries, found, strict=True):
         try:
             if isinstance(one, Unfit):
@@ -482,8 +490,8 @@ def join_shards(files: FileSet, found: Sequence[Found], names: Sequence[str] | N
 
 
 def _without_missing(
-    shards: list[ShardContents], missing: Set[Path], bad: list[tuple[Path, ShardError]]
-) -> tuple[list[ShardContents], set[Path]]:
+    shards: list[ShardContents], missing: Set[StoredPath], bad: list[tuple[StoredPath, ShardError]]
+) -> tuple[list[ShardContents], set[StoredPath]]:
     """Return the files that use no skipped file, and the files that they use; the others are bad."""
     kept = []
     for shard in shards:
@@ -496,11 +504,11 @@ def _without_missing(
     return kept, set().union(*(shard.sources for shard in kept))
 
 
-def _without_sources(shards: list[ShardContents], sources: Set[Path]) -> list[ShardContents]:
+def _without_sources(shards: list[ShardContents], sources: Set[StoredPath]) -> list[ShardContents]:
     """Return the files that no other one uses. Raise if this would lose a file's rows."""
     kept = [shard for shard in shards if shard.path.resolve() not in sources]
     by_path = {shard.path.resolve(): shard for shard in shards}
-    drawn: set[Path] = set()
+    drawn: set[StoredPath] = set()
     new = set().union(*(shard.sources for shard in kept))
     while new:
         drawn |= new
@@ -511,13 +519,13 @@ def _without_sources(shards: list[ShardContents], sources: Set[Path]) -> list[Sh
     return kept
 
 
-def _skip(path: Path, error: ShardError, on_error: str, skipped: list[tuple[Path, str]]) -> None:
+def _skip(path: StoredPath, error: ShardError, on_error: str, skipped: list[tuple[StoredPath, str]]) -> None:
     if on_error != "skip":
         raise error
     skipped.append((path, str(error)))
 
 
-def _report(skipped: list[tuple[Path, str]], good: int) -> None:
+def _report(skipped: list[tuple[StoredPath, str]], good: int) -> None:
     first = skipped[0][1]
     text = f"{len(skipped)} of {len(skipped) + good} files skipped; the first: {first}"
     if not good:

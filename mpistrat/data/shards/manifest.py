@@ -14,6 +14,7 @@ import numpy as np
 from ...base.errors import ShardError
 from ...base.files import read_whole, replacing
 from ..files.handles import shard_error
+from ..files.remote import RemotePath, StoredPath
 
 __all__ = [
     "Field",
@@ -161,7 +162,7 @@ def _parse(document: Any) -> Manifest:
     return Manifest(fields, shards)
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: StoredPath) -> Manifest:
     """Read a manifest.
 
     Raises:
@@ -189,9 +190,9 @@ def listed_names(path: Path) -> list[str]:
     return [str(name) for name in names if Path(str(name)).name == str(name)]
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(path: StoredPath) -> dict[str, Any]:
     try:
-        document = json.loads(read_whole(path, _MOST))
+        document = json.loads(path.open().read() if isinstance(path, RemotePath) else read_whole(path, _MOST))
         if not isinstance(document, dict):
             raise ValueError(f"{type(document).__name__}")
     except (ValueError, RecursionError) as error:
@@ -199,5 +200,5 @@ def _load(path: Path) -> dict[str, Any]:
     return document
 
 
-def _damaged(path: Path, error: Exception) -> ShardError:
+def _damaged(path: StoredPath, error: Exception) -> ShardError:
     return shard_error(path, f"a manifest of format {_FORMAT!r}, version {_VERSION}", f"{error!r}")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Container, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..files.handles import open_hdf5
+from ..files.remote import RemotePath, StoredPath
 from .manifest import Field
 
 if TYPE_CHECKING:
@@ -177,8 +177,8 @@ def field_of(dataset: h5py.Dataset) -> Field:
 
 
 def check_storage(
-    dataset: h5py.Dataset, path: Path, declared: Container[Path], notes: list[str] | None = None
-) -> set[Path]:
+    dataset: h5py.Dataset, path: StoredPath, declared: Container[StoredPath], notes: list[str] | None = None
+) -> set[StoredPath]:
     """Refuse a dataset with data outside the declared files, or that cannot be decoded.
 
     Args:
@@ -195,8 +195,8 @@ def check_storage(
 
 
 def _check(
-    dataset: h5py.Dataset, path: Path, declared: Container[Path], depth: int, notes: list[str] | None
-) -> set[Path]:
+    dataset: h5py.Dataset, path: StoredPath, declared: Container[StoredPath], depth: int, notes: list[str] | None
+) -> set[StoredPath]:
     if notes is not None and (rows := _unwritten(dataset)):
         where = f"{path}: {dataset.name.strip('/')}: {rows} of {len(dataset)} rows were never written, or not whole"
         remedy = "if they should be zeros, make the dataset with fillvalue=0; else write it again"
@@ -204,6 +204,8 @@ def _check(
 
     if dataset.external:
         raise Refused(f"external storage in {dataset.external[0][0]}")
+    if dataset.is_virtual and isinstance(path, RemotePath):
+        raise Refused("a virtual dataset of a remote file: copy its files to this node first, by ms.data.download")
     if dataset.is_virtual:
         return set().union(*(_check_source(each, path, declared, depth, notes) for each in dataset.virtual_sources()))
     check_filters(dataset)
@@ -265,7 +267,9 @@ def _unwritten(dataset: h5py.Dataset) -> int:
     return int((np.minimum(starts + dataset.chunks[0], len(dataset)) - starts).sum())
 
 
-def _check_source(source: Any, path: Path, declared: Container[Path], depth: int, notes: list[str] | None) -> set[Path]:
+def _check_source(
+    source: Any, path: StoredPath, declared: Container[StoredPath], depth: int, notes: list[str] | None
+) -> set[StoredPath]:
     """Refuse a source of a virtual dataset that HDF5 would search elsewhere, or replace by fill values."""
     where = f"a virtual dataset that draws from {source.dset_name} in {source.file_name}"
     if not depth:

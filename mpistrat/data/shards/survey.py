@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import ShardError, explain
 from ..files.choice import choose_reader
 from ..files.handles import DAMAGED, open_hdf5, open_hdf5_files
+from ..files.remote import StoredPath
 from ..spec import ArraySpec
 from .files import FileSet, PathLike, resolve
 from .look import join_shards, look, look_into
@@ -63,7 +63,7 @@ class SetSurvey:
         left_out: their other objects, and why these are not read.
     """
 
-    files: tuple[tuple[Path, int | None, int, str | None], ...]
+    files: tuple[tuple[StoredPath, int | None, int, str | None], ...]
     manifest: bool
     fields: tuple[FieldSurvey, ...]
     left_out: tuple[str, ...]
@@ -165,11 +165,14 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (str, int, float)) and finite else str(value)
 
 
-def check_file(files: FileSet, number: int, declared: Set[Path]) -> str:
+def check_file(files: FileSet, number: int, declared: Set[StoredPath], names: Sequence[str] | None = None) -> str:
     """Check one file of a set, and return the kind of the check.
 
     A file in a manifest is compared with its digest. Of another file, all chunks are read, which checks their checksums
     and decompresses them; data with neither cannot be checked.
+
+    Args:
+        names: the datasets to check of a file without a digest; None for all.
 
     Returns:
         "digest", "checksums", "partly" if only some of the data has checksums or compression, or "nothing".
@@ -183,7 +186,7 @@ def check_file(files: FileSet, number: int, declared: Set[Path]) -> str:
         return "digest"
     guarded = unguarded = 0
     with open_hdf5(path) as file:
-        for name, storage in look_into(path, None, declared, together=False).storages.items():
+        for name, storage in look_into(path, names, declared, together=False).storages.items():
             dataset = file[name]
             if dataset.id.get_create_plist().get_nfilters() and dataset.chunks is not None:
                 _read(path, dataset, storage.block_rows)
@@ -193,7 +196,7 @@ def check_file(files: FileSet, number: int, declared: Set[Path]) -> str:
     return ("partly" if unguarded else "checksums") if guarded else "nothing"
 
 
-def _read(path: Path, dataset: h5py.Dataset, step: int) -> None:
+def _read(path: StoredPath, dataset: h5py.Dataset, step: int) -> None:
     for start in range(0, len(dataset), step):
         try:
             dataset[start : start + step]

@@ -45,7 +45,7 @@ def server(remote: Path) -> Iterator[FileServer]:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "_PAUSE", 0.01)
+    monkeypatch.setattr(remotes, "_PAUSE", 0.01)
 
 
 def filled(folder: Path, names: list[str], size: int = 100_000) -> None:
@@ -326,23 +326,6 @@ def test_wrong_arguments(tmp_path: Path, remote: Path, monkeypatch: pytest.Monke
                 MissingDependencyError, match=rf'download: expected {package}.*pip install "mpistrat\[remote\]"'
             ):
                 download(url, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "HDF5Dataset",
-        "from_groups",
-        "from_sparse",
-        "from_tables",
-        "from_tar",
-        "from_tfrecord",
-        "from_netcdf",
-    ],
-)
-def test_sources_refuse_urls(source: str) -> None:
-    with pytest.raises((ShardError, ValueError), match=r"s3://bucket/a\.h5.*ms\.data\.download"):
-        getattr(ms.data, source)("s3://bucket/a.h5")
 
 
 def test_the_example_of_the_page(tmp_path: Path, server: FileServer, remote: Path) -> None:

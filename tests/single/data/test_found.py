@@ -50,7 +50,7 @@ def test_what_was_found_arrives(tmp_path: Path, name: str) -> None:
     assert isinstance(shard, ShardContents)
     assert type(shard.storages[name].layout) is kind
     assert shard.left_out == ("number (no rows)",)
-    told = from_bytes(to_bytes({0: shard}))
+    told = from_bytes(to_bytes({0: shard}), files.paths)
     assert list(told) == [0]
     assert alike(told[0], shard)
 
@@ -60,7 +60,7 @@ def test_what_cannot_be_read_arrives(tmp_path: Path) -> None:
     files = resolve([tmp_path / "a.h5", tmp_path / "b.h5"])
     found = look(files, [0, 1], None)
     assert [isinstance(one, Unfit) and one.unopened for one in found] == [True, False]
-    assert from_bytes(to_bytes(dict(enumerate(found)))) == dict(enumerate(found))
+    assert from_bytes(to_bytes(dict(enumerate(found))), files.paths) == dict(enumerate(found))
 
 
 def test_a_file_takes_some_hundred_bytes(tmp_path: Path) -> None:
