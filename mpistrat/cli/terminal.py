@@ -191,7 +191,10 @@ def _bar(unit: str) -> Progress:
 
 def names(text: str) -> list[str]:
     """Return the names of an argument "x,y". A name with a comma is quoted, as in CSV: '"x,1",y'."""
-    return [name.strip() for name in next(csv.reader([text], skipinitialspace=True), [""])]
+    try:
+        return [name.strip() for name in next(csv.reader([text], skipinitialspace=True), [""])]
+    except csv.Error as error:
+        raise argparse.ArgumentTypeError(f"expected names, got {text!r:.80}: {error}") from error
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
