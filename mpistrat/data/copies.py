@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -21,9 +21,10 @@ from ..base.errors import ShardError
 from ..base.text import counted, decimal_size
 from .files.handles import shard_error
 from .files.remote import RemoteFile, attempts, file_system, is_pattern, naming
+from .nodes.node import Node
 from .shards.files import PathLike
 
-__all__ = ["download"]
+__all__ = ["download", "source_of"]
 
 _FUNCTION = "download"
 _STATE = ".mpistrat"  # the folder of locks, and of what is known of complete copies
@@ -182,6 +183,33 @@ def _remote(system: Any, name: str, path: Path, info: Mapping[str, Any]) -> _Rem
         expected, got = "the size of the file, to recognize an incomplete copy", "a server that does not give it"
         raise _error(file.url, expected, got, "Copy the file by hand.")
     return _Remote(file.url, file.size, file.version, path)
+
+
+@final
+class _Files:
+    """The files of a source, and the function that makes it of them."""
+
+    def __init__(self, make: Callable[[Any], Node], files: Any, options: Mapping[str, Any] | None) -> None:
+        self._make, self._files, self._options = make, files, options
+
+    def copied(self, folder: PathLike, limit: int | None) -> Node:
+        """Copy the files to a folder of this node's disk, and return the source of the copies."""
+        return self._make(download(self._files, folder, limit=limit, storage_options=self._options))
+
+
+def source_of(make: Callable[[Any], Node], files: Any, options: Mapping[str, Any] | None) -> Node:
+    """Return the source that a function makes of files, which `Dataset.cache` can copy to a disk of the node.
+
+    Args:
+        make: gets paths, as the user may give them.
+        files: the paths or URLs.
+        options: arguments of fsspec's file system for URLs.
+    """
+    if isinstance(files, Iterator):
+        files = list(files)
+    node = make(files)
+    node.files = _Files(make, files, options)
+    return node
 
 
 def download(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .copies import source_of
 from .dataset import Dataset
 from .files.groups import GroupSamples
 from .files.inputs import Fields
@@ -14,6 +15,7 @@ from .files.tar import TarSamples
 from .files.tfrecord import Features, RecordSamples
 from .files.units import FieldRows
 from .files.zarr import ZarrGroup
+from .nodes.node import Node
 from .nodes.samples import samples_of_files
 from .shards.files import PathLike
 
@@ -57,8 +59,12 @@ def from_groups(
         ...     episodes.padded_batch(2).peek().tolist()
         [[[0], [0], [0]], [[1], [1], [1]]]
     """
-    samples = GroupSamples(files, fields, within, storage_options)
-    return Dataset(samples_of_files(samples, workers, processes, samples.element_spec))
+
+    def made(files: Any) -> Node:
+        samples = GroupSamples(files, fields, within, storage_options)
+        return samples_of_files(samples, workers, processes, samples.element_spec)
+
+    return Dataset(source_of(made, files, storage_options))
 
 
 def from_netcdf(
@@ -96,7 +102,11 @@ def from_netcdf(
             ...
         mpistrat.errors.ShardError: from_netcdf: ...no.nc: expected a file, got no such file
     """
-    return Dataset(FieldRows(NetCDFFiles(files, fields, dimension, decode_times, valid_range, storage_options)))
+
+    def made(files: Any) -> Node:
+        return FieldRows(NetCDFFiles(files, fields, dimension, decode_times, valid_range, storage_options))
+
+    return Dataset(source_of(made, files, storage_options))
 
 
 def from_sparse(
@@ -126,7 +136,11 @@ def from_sparse(
             ...
         mpistrat.errors.ShardError: from_sparse: ...no.h5ad: expected a file, got no such file
     """
-    return Dataset(FieldRows(SparseFile(path, fields, dense, storage_options)))
+
+    def made(path: Any) -> Node:
+        return FieldRows(SparseFile(path, fields, dense, storage_options))
+
+    return Dataset(source_of(made, path, storage_options))
 
 
 def from_tar(
@@ -176,9 +190,12 @@ def from_tar(
         ...     [(str(text), int(label)) for text, label in words]
         [('one', 3), ('two', 3), ('three', 5)]
     """
-    return Dataset(
-        samples_of_files(TarSamples(files, fields, decode, storage_options), workers, processes, element_spec)
-    )
+
+    def made(files: Any) -> Node:
+        samples = TarSamples(files, fields, decode, storage_options)
+        return samples_of_files(samples, workers, processes, element_spec)
+
+    return Dataset(source_of(made, files, storage_options))
 
 
 def from_tfrecord(
@@ -221,8 +238,12 @@ def from_tfrecord(
             ...
         mpistrat.errors.ShardError: from_tfrecord: ...: expected a record at byte 0, got 9 bytes, then the end. ...
     """
-    samples = RecordSamples(files, features, decode, storage_options)
-    return Dataset(samples_of_files(samples, workers, processes, samples.element_spec))
+
+    def made(files: Any) -> Node:
+        samples = RecordSamples(files, features, decode, storage_options)
+        return samples_of_files(samples, workers, processes, samples.element_spec)
+
+    return Dataset(source_of(made, files, storage_options))
 
 
 def from_zarr(path: PathLike, fields: Fields = None, *, storage_options: Mapping[str, Any] | None = None) -> Dataset:
@@ -250,4 +271,8 @@ def from_zarr(path: PathLike, fields: Fields = None, *, storage_options: Mapping
             ...
         mpistrat.errors.ShardError: from_zarr: ...no.zarr: expected a directory, got no such directory
     """
-    return Dataset(FieldRows(ZarrGroup(path, fields, storage_options)))
+
+    def made(path: Any) -> Node:
+        return FieldRows(ZarrGroup(path, fields, storage_options))
+
+    return Dataset(source_of(made, path, storage_options))

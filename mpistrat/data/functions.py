@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from .copies import source_of
 from .dataset import Dataset
 from .files.inputs import Fields
 from .files.tables import TableRows
+from .nodes.node import Node
 from .nodes.samples import samples_of
 from .nodes.sources import array_rows
 from .shards.files import PathLike
@@ -136,7 +138,11 @@ def from_tables(
             ...
         ValueError: from_tables: files: expected files of one format, ...
     """
-    return Dataset(TableRows(files, columns, format, storage_options))
+
+    def made(files: Any) -> Node:
+        return TableRows(files, columns, format, storage_options)
+
+    return Dataset(source_of(made, files, storage_options))
 
 
 def zip(*datasets: Any) -> Dataset:

@@ -24,6 +24,7 @@ from ..data import Dataset, DistributedDataset, InputContext, InputOptions, Inpu
 from ..data.feed.auto_shard import auto_shard, round_robin, serve_only
 from ..data.feed.distributed import Divide, Drawn, Passes, distribute
 from ..data.feed.from_function import FunctionPlan, call_dataset_fn
+from ..data.feed.from_tensorflow import TensorFlowBatches, is_tensorflow, tensorflow_text
 from ..data.feed.plan import NoPlan, Workers
 from ..data.files.shared_look import look_together
 from ..data.nodes.node import Node
@@ -102,8 +103,10 @@ class Distributor:
         self._group, self._division, self._options, self._ledger = group, division, options, ledger
         self._drawn = division.drawn()
 
-    def of_dataset(self, dataset: Dataset) -> DistributedDataset:
+    def of_dataset(self, dataset: Any) -> DistributedDataset:
         """See `Strategy.distribute_dataset`. Collective."""
+        if self._of_tensorflow(dataset):
+            return self._made(functools.partial(TensorFlowBatches, dataset), "distribute_dataset")
         exchange = functools.partial(self._group.exchange, "distribute_dataset")
         look_together(dataset.node if isinstance(dataset, Dataset) else None, self._group, "distribute_dataset")
         with together(exchange):
@@ -112,6 +115,15 @@ class Distributor:
         same(exchange, alike, _different_datasets, shown)
         bound = dataset.node.bind(self._group)
         return made if bound is dataset.node else self._divided(Dataset(bound))
+
+    def _of_tensorflow(self, dataset: Any) -> bool:
+        """Return True for a tf.data.Dataset, which must be equal on all ranks. Collective where it is one."""
+        found = is_tensorflow(dataset)
+        if found:
+            exchange = functools.partial(self._group.exchange, "distribute_dataset")
+            text = tensorflow_text(dataset)
+            same(exchange, text, _different_datasets, text)
+        return found
 
     def _divided(self, dataset: Dataset) -> DistributedDataset:
         function, division = "distribute_dataset", self._division
@@ -137,7 +149,10 @@ class Distributor:
 
     def from_function(self, dataset_fn: Callable[[InputContext], Any]) -> DistributedDataset:
         """See `Strategy.distribute_datasets_from_function`. Collective."""
-        function, division = "distribute_datasets_from_function", self._division
+        return self._made(dataset_fn, "distribute_datasets_from_function")
+
+    def _made(self, dataset_fn: Callable[[InputContext], Any], function: str) -> DistributedDataset:
+        division = self._division
         steps: FunctionPlan | None = None
         with together(functools.partial(self._group.exchange, function)):
             options = _checked(self._options, function)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     # loaded by the programs that use them
-    from ..data import Dataset, DistributedDataset, InputContext, InputOptions
+    from ..data import DistributedDataset, InputContext, InputOptions
     from .input import Distributor, Division
 
 __all__ = ["Strategy"]
@@ -342,7 +342,7 @@ class Strategy(RankCollectives, Files, OtherNames):
 
     # input
 
-    def distribute_dataset(self, dataset: Dataset, options: InputOptions | None = None) -> DistributedDataset:
+    def distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:
         """Return a batched dataset divided over all replicas, by the policy of its options. Collective.
 
         AUTO and DATA cut each batch, also a smaller last one, into contiguous blocks, one per replica in the order of their
@@ -350,7 +350,9 @@ class Strategy(RankCollectives, Files, OtherNames):
         policies: see "Input" in the guide.
 
         Args:
-            dataset: the same on every rank; its batches are global: those of all replicas together.
+            dataset: the same on every rank; its batches are global: those of all replicas together. A tf.data.Dataset is
+                divided as tf.distribute divides it: by files, or else by batches, after its auto_shard_policy; its iterators
+                cannot be restored in the middle of an epoch.
             options: where batches go and how many are read ahead; PER_WORKER only.
 
         Raises:

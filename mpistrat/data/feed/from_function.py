@@ -122,11 +122,9 @@ class FunctionPlan(Plan):
     def __init__(self, iterables: Sequence[Iterable[Any]], workers: Workers) -> None:
         self._iterables = [_checked(iterable) for iterable in iterables]
         super().__init__(workers, [each.node for each in self._iterables if isinstance(each, Dataset)])
-        self._row_spec: Any = None
-        self._cardinality = UNKNOWN  # until `agree`
+        self._cardinality = self._length = UNKNOWN  # until `agree`
         first = self._iterables[0]
-        if isinstance(first, Dataset):
-            self._row_spec = first.node.row_spec
+        self._row_spec: Any = first.node.row_spec if isinstance(first, Dataset) else getattr(first, "row_spec", None)
         self._own_cardinality = self._count_steps()  # opens all files, while an error can still reach the other workers
 
     @property
@@ -138,14 +136,21 @@ class FunctionPlan(Plan):
         return None
 
     def cardinality(self) -> int:
-        return self._cardinality
+        return self._length
 
     def agree(self, sum_over_ranks: SumOverRanks) -> None:
         """Exchange the workers' numbers of steps. Collective; called before the first step."""
         lengths = np.zeros(self.workers.count, np.int64)
         lengths[self.workers.index] = self._own_cardinality
-        lengths = sum_over_ranks(lengths)
-        self._cardinality = next((special for special in (UNKNOWN, INFINITE) if special in lengths), int(lengths.max()))
+        self._cardinality = self._length = _longest(sum_over_ranks(lengths))
+        if self._cardinality == UNKNOWN:  # of other iterables it may be known, but not the rows of each step
+            lengths[:] = 0
+            lengths[self.workers.index] = self._steps_of_others()
+            self._length = _longest(sum_over_ranks(lengths))
+
+    def _steps_of_others(self) -> int:
+        length = getattr(self._iterables[0], "length", UNKNOWN) if len(self._iterables) == 1 else UNKNOWN
+        return int(length if length < 0 else -(-length // self.workers.num_local_replicas))
 
     def _count_steps(self) -> int:
         lengths = [dataset.cardinality() for dataset in self.datasets]
@@ -190,8 +195,8 @@ class FunctionPlan(Plan):
         if isinstance(iterable, Dataset):
             return iterable.node.elements(epoch, start)
         if start:
-            expected = "a Dataset from the dataset function, to start after the first element"
-            remedy = "Return one made with ms.data.from_generator, for example."
+            expected = "a dataset of ms.data, to start after the first element"
+            remedy = "Make one with ms.data.from_generator or another of its sources."
             raise ValueError(explain("restore", "", expected=expected, got=type(iterable).__name__, remedy=remedy))
         return map(self._block, iterable)
 
@@ -207,6 +212,10 @@ class FunctionPlan(Plan):
     def describe(self) -> str:
         made = "one for each replica" if len(self._iterables) > 1 else "one for each worker"
         return f"made by a function, {made}"
+
+
+def _longest(lengths: NDArray[np.int64]) -> int:
+    return next((special for special in (UNKNOWN, INFINITE) if special in lengths), int(lengths.max()))
 
 
 def _checked(iterable: Any) -> Iterable[Any]:

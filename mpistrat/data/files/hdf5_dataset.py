@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ...base.text import printable
+from ..copies import source_of
 from ..dataset import Dataset
 from ..shards.files import PathLike
 from .hdf5 import Fields, HDF5Rows
@@ -66,6 +67,8 @@ class HDF5Dataset(Dataset):
         (1, 4) [3]
     """
 
+    node: HDF5Rows
+
     def __init__(
         self,
         files: PathLike | Sequence[PathLike],
@@ -77,17 +80,19 @@ class HDF5Dataset(Dataset):
         driver: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._rows = HDF5Rows(files, fields, verify, reader, on_error, driver, storage_options)
-        super().__init__(self._rows)
+        def made(files: Any) -> HDF5Rows:
+            return HDF5Rows(files, fields, verify, reader, on_error, driver, storage_options)
+
+        super().__init__(source_of(made, files, storage_options))
 
     @property
     def skipped(self) -> tuple[tuple[StoredPath, str], ...]:
         """The skipped files (on_error="skip"), each with the reason."""
-        return self._rows.skipped
+        return self.node.skipped
 
     def fingerprint(self) -> int:
         """Return a number below 2**63 that is equal wherever the same rows are read."""
-        return self._rows.fingerprint()
+        return self.node.fingerprint()
 
     def __repr__(self) -> str:
         return printable(f"<HDF5Dataset {self.describe()}>")

@@ -13,11 +13,12 @@ Base classes with defaults: stage.py. The node of operators that read in order: 
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,7 @@ __all__ = [
     "Addresses",
     "Batching",
     "Below",
+    "FilesOfSource",
     "LocatedRange",
     "Node",
     "Outcome",
@@ -85,8 +87,17 @@ class Traits(NamedTuple):
     repeated: bool = False
 
 
+class FilesOfSource(Protocol):
+    """The files of a source."""
+
+    def copied(self, folder: str | os.PathLike[str], limit: int | None) -> Node:
+        """Copy them to a folder of this node's disk, and return the same source of the copies."""
+
+
 class Node(ABC):
     """A source, or an operator over other nodes."""
+
+    files: FilesOfSource | None = None  # of a source
 
     # The chain.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, final
@@ -34,8 +35,11 @@ Transport = Literal["auto", "messages", "get"]
 FUNCTION = "Dataset.cache"
 
 
-def cache(parent: Node, scope: Scope = "rank", *, transport: Transport = "auto") -> Node:
-    """Cache the elements in memory once they have been read (TF: tf.data.Dataset.cache).
+def cache(
+    parent: Node, scope: Scope = "rank", *, transport: Transport = "auto", folder: str | os.PathLike[str] | None = None,
+    limit: int | None = None,
+) -> Node:  # fmt: skip
+    """Cache the elements in memory once they have been read (TF: tf.data.Dataset.cache); or the files on a disk.
 
     The cache has the elements of epoch 0: a shuffle or random map below keeps its order and values of that epoch. Shuffle
     after the cache, where any order is cheap. A dataset that reads in order is cached in its first complete epoch.
@@ -49,8 +53,12 @@ def cache(parent: Node, scope: Scope = "rank", *, transport: Transport = "auto")
         transport: the transfer of rows between nodes for "job": "messages", which a thread of each rank answers; "get",
             MPI's one-sided Get; "auto" uses "get" if a probe at distribution shows that the network reads memory without
             its owner's help, else "messages".
+        folder: for "node" right after a source of files: a folder on a disk of the node, into which the files are copied now,
+            once for all ranks, as by `ms.data.download`; the result reads the copies. A job that starts again uses them.
+        limit: the most bytes of all copies in the folder; None for what the disk has room for.
 
     Raises:
+        ShardError: files cannot be copied.
         ValueError: for an endless dataset; for "node" and "job", one that reads in order.
         MemoryError: with the numbers, if memory is too small; at the first read or at distribution.
 
@@ -66,6 +74,12 @@ def cache(parent: Node, scope: Scope = "rank", *, transport: Transport = "auto")
         remedy = "Write the rows with ms.data.write_shards, and read them with HDF5Dataset."
         expected = "none: caches are in memory"
         raise ValueError(explain(FUNCTION, "filename", expected=expected, got=repr(scope), remedy=remedy))
+    if folder is not None or limit is not None:
+        if folder is None or scope != "node" or parent.files is None:
+            expected = 'folder= with cache("node"), right after a source of files, such as HDF5Dataset'
+            got = f"cache({scope!r}, folder={folder!r}, limit={limit}) of {parent.describe()}"
+            raise ValueError(explain(FUNCTION, "folder", expected=expected, got=got))
+        return parent.files.copied(folder, limit)
     for argument, value, legal in (
         ("scope", scope, ("rank", "node", "job")),
         ("transport", transport, ("auto", "messages", "get")),
