@@ -121,7 +121,8 @@ test-frameworks: frameworks  ## the tests of PyTorch, JAX, Keras and TensorFlow,
 	KERAS_BACKEND=jax .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) $(if $(TIER),--tier $(TIER)) tests/parallel/frameworks -k "test_keras $(if $(NP),and np$(NP))"
 	KERAS_BACKEND=tensorflow .venv-tensorflow/bin/python -m pytest $(PYTEST_ARGS) $(if $(TIER),--tier $(TIER)) tests/parallel/frameworks -k "test_keras $(if $(NP),and np$(NP))"
 	.venv-tensorflow/bin/python -m pytest $(PYTEST_ARGS) \
-	  tests/parallel/frameworks/test_tf_distribute.py tests/single/docs/test_migrating.py tests/single/data/test_beside_tensorflow.py
+	  tests/parallel/frameworks/test_tf_distribute.py tests/parallel/frameworks/test_tf_datasets.py \
+	  tests/single/docs/test_migrating.py tests/single/data/test_beside_tensorflow.py tests/single/data/test_tensorflow_datasets.py
 
 # torch.distributed and mpistrat.torch. NP=2: on so many ranks only.
 test-torch: .venv-torch-$(TORCH)/.test-$(KEY)  ## the tests of PyTorch with another version of it: make test-torch TORCH=2.5.1

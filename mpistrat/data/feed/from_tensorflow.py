@@ -66,15 +66,31 @@ class TensorFlowBatches:
         try:
             self._dataset = _divided(tf, dataset, context)
         except (tf.errors.OpError, ValueError) as error:
-            expected, text = "a dataset that TensorFlow can divide", str(error).splitlines()[0]
-            remedy = "tf.data.Options().experimental_distribute.auto_shard_policy chooses the way: FILE, DATA or OFF."
-            raise ValueError(explain(_FUNCTION, "dataset", expected=expected, got=text, remedy=remedy)) from error
+            raise _cannot_divide(error) from error
         known = all(leaf.shape.rank is not None and None not in leaf.shape[1:] for leaf in leaves)
         self.row_spec = nest.map_structure(_row_spec, spec) if known else None
         self.length = max(int(self._dataset.cardinality()), UNKNOWN)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._dataset.as_numpy_iterator())
+        import tensorflow as tf
+
+        elements = self._dataset.as_numpy_iterator()
+        while True:
+            try:
+                element = next(elements, None)
+            except tf.errors.InvalidArgumentError as error:
+                if "sharding" not in str(error):
+                    raise
+                raise _cannot_divide(error) from error  # known only now, on all workers
+            if element is None:
+                return
+            yield element
+
+
+def _cannot_divide(error: Exception) -> ValueError:
+    expected, text = "a dataset that TensorFlow can divide", str(error).splitlines()[0]
+    remedy = "tf.data.Options().experimental_distribute.auto_shard_policy chooses the way: FILE, DATA or OFF."
+    return ValueError(explain(_FUNCTION, "dataset", expected=expected, got=text, remedy=remedy))
 
 
 def _row_spec(leaf: Any) -> ArraySpec:
