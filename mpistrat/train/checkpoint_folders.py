@@ -1,4 +1,4 @@
-"""Where checkpoints of a run are: a folder that the ranks see, or one of an object store.
+"""The place of a run's checkpoints: a folder that the ranks see, or one of an object store.
 
 Only one run at a time writes into a folder: rank 0 locks a file in it. The lock ends with its process, so it does not block a
 restarted run. Programs that only read the folder need no claim. On a file system without locks, and in an object store, nothing
@@ -25,7 +25,7 @@ from ..base.files import digest_of_file, remove_dead
 from ..data.files.remote import attempts, file_system, is_url, naming
 from ..timeline.trace import process_group_of
 
-__all__ = ["CheckpointFolder", "LocalFolder", "folder_of", "newest_file"]
+__all__ = ["CheckpointFolder", "LocalFolder", "ObjectStore", "folder_of", "newest_file"]
 
 _FILES = r"step-(\d{10,})\.h5"
 _MARKS = r"step-(\d{10,})\.json"  # of complete files in an object store
@@ -119,7 +119,7 @@ class LocalFolder(CheckpointFolder):
 
 
 @final
-class _RemoteFolder(CheckpointFolder):
+class ObjectStore(CheckpointFolder):
     """A folder of an object store, through fsspec.
 
     Rank 0's node writes a file into its folder of temporary files, and uploads it, then a small object that says that it is
@@ -219,7 +219,7 @@ class _RemoteFolder(CheckpointFolder):
 
 def folder_of(strategy: Any, folder: str | os.PathLike[str]) -> CheckpointFolder:
     """Return the folder that a path or a URL names."""
-    return _RemoteFolder(strategy, os.fspath(folder)) if is_url(folder) else LocalFolder(strategy, Path(folder))
+    return ObjectStore(strategy, os.fspath(folder)) if is_url(folder) else LocalFolder(strategy, Path(folder))
 
 
 def newest_file(folder: Path) -> Path | None:

@@ -53,7 +53,7 @@ class TensorFlowBatches:
     """
 
     def __init__(self, dataset: Any, context: InputContext) -> None:
-        import tensorflow as tf
+        tf: Any = sys.modules["tensorflow"]
 
         spec = dataset.element_spec
         leaves = nest.flatten(spec)
@@ -72,7 +72,7 @@ class TensorFlowBatches:
         self.length = max(int(self._dataset.cardinality()), UNKNOWN)
 
     def __iter__(self) -> Iterator[Any]:
-        import tensorflow as tf
+        tf: Any = sys.modules["tensorflow"]
 
         elements = self._dataset.as_numpy_iterator()
         while True:

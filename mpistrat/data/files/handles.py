@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from ...base.errors import ClosedError, LayoutError, MissingDependencyError, ShardError, explain
 from ...cluster.topology import running_mpi
-from .errors import shard_error
-from .remote import RemotePath, RemoteRanges, StoredPath, open_remote_hdf5
 
 if TYPE_CHECKING:
     import h5py
+
+    from .remote import RemoteRanges, StoredPath
 
 __all__ = [
     "DAMAGED",
@@ -47,6 +47,13 @@ NOT_UTF8 = "The text is in another encoding, such as Latin-1: write it in UTF-8,
 DAMAGED = "The file is damaged: copy it again, or write the shards again."
 
 
+def shard_error(
+    where: object, expected: str, got: object, remedy: str = "", function: str = "HDF5Dataset"
+) -> ShardError:
+    """Return the error of a file that is not as expected."""
+    return ShardError(explain(function, str(where), expected=expected, got=got, remedy=remedy))
+
+
 @dataclass(frozen=True)
 class ShardFile:
     """The identity of a file when it was first opened; `function` is for errors."""
@@ -73,7 +80,7 @@ class ShardFile:
             if found == (self.inode, self.bytes, self.changed):
                 return
             got = f"{found} instead of {(self.inode, self.bytes, self.changed)}"
-        what = "URL, bytes, version" if isinstance(self.path, RemotePath) else "inode, bytes, time of change"
+        what = "inode, bytes, time of change" if isinstance(self.path, Path) else "URL, bytes, version"
         expected = f"the file as it was opened ({what})"
         remedy = "Files must not change while they are read: make a new dataset."
         raise shard_error(self.path, expected, got, remedy, self.function)
@@ -90,10 +97,12 @@ def open_hdf5(path: StoredPath, driver: str | None = None, function: str = "HDF5
     """
     import h5py
 
-    if isinstance(path, RemotePath) and driver is not None:
+    if driver is not None and not isinstance(path, Path):
         raise shard_error(path, "a path on this machine", "a URL", "Leave driver out.", function)
     try:
-        if isinstance(path, RemotePath):
+        if not isinstance(path, Path):
+            from .remote import open_remote_hdf5
+
             return open_remote_hdf5(path)
         return h5py.File(path, "r", **(mpi_io_options(path) if driver == "mpio" else {}))
     except ShardError:
@@ -120,7 +129,7 @@ def _refused(path: StoredPath, error: OSError, expected: str, got: str, remedy: 
         )
     elif error.errno in _FORBIDDEN:
         remedy = "Let this user read it: chmod, or ask its owner."
-    elif isinstance(path, RemotePath) or path.exists():
+    elif not isinstance(path, Path) or path.exists():
         got = f"a file of {path.stat().st_size} bytes: {got}"
     return shard_error(path, expected, got, remedy, function)
 
@@ -241,8 +250,10 @@ def open_bytes() -> OpenFiles[Descriptor | RemoteRanges]:
     """Return files that are read as bytes."""
 
     def opener(file: ShardFile) -> Descriptor | RemoteRanges:
-        if not isinstance(file.path, RemotePath):
+        if isinstance(file.path, Path):
             return Descriptor(file)
+        from .remote import RemoteRanges
+
         file.check()
         return RemoteRanges(file.path, file.bytes)
 

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from ...base.errors import MissingDependencyError, MpistratError, explain
+from ...base.errors import MissingDependencyError, MpistratError, ShardError, explain
 from ...base.lazy import load_optional
 from ..buffers import LastRead
-from .errors import shard_error
 
 if TYPE_CHECKING:
     import h5py
@@ -58,6 +57,10 @@ _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryEr
 T = TypeVar("T")
 
 
+def _error(where: object, expected: str, got: object, remedy: str, function: str) -> ShardError:
+    return ShardError(explain(function, str(where), expected=expected, got=got, remedy=remedy))
+
+
 def is_url(path: object) -> bool:
     """Return True for a URL such as "s3://bucket/a.zarr".
 
@@ -92,7 +95,7 @@ def refuse_url(function: str, path: object, why: str) -> None:
     if is_url(path):
         url = str(path)
         remedy = f"Copy the files to this node first, and read the copies: ms.data.download({url!r}, folder)."
-        raise shard_error(url, "a path on this machine", f"a URL ({why})", remedy, function)
+        raise _error(url, "a path on this machine", f"a URL ({why})", remedy, function)
 
 
 def attempts(call: Callable[[], T]) -> T:
@@ -126,10 +129,10 @@ def naming(function: str, url: str, expected: str) -> Iterator[None]:
         if isinstance(raised, FileNotFoundError):  # fsspec's for whatever a web server answers, too
             cause = raised.__cause__
             if cause is None or getattr(cause, "status", None) == 404 or isinstance(cause, FileNotFoundError):
-                raise shard_error(url, expected, "no such file", "Look at the address.", function) from raised
+                raise _error(url, expected, "no such file", "Look at the address.", function) from raised
             error = cause
         remedy = "Check the address, the credentials and the network of this node."
-        raise shard_error(url, expected, f"{type(error).__name__}: {error}", remedy, function) from error
+        raise _error(url, expected, f"{type(error).__name__}: {error}", remedy, function) from error
 
 
 def web_options(function: str, url: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,7 +162,7 @@ def file_system(function: str, url: str, options: Mapping[str, Any]) -> tuple[An
         raise
     except Exception as error:
         expected = "a URL that fsspec knows, such as s3://bucket/train/ or https://host/a.h5"
-        raise shard_error(url, expected, f"{type(error).__name__}: {error}", "", function) from error
+        raise _error(url, expected, f"{type(error).__name__}: {error}", "", function) from error
     return system, path
 
 
@@ -288,7 +291,7 @@ class RemotePath:
             file = attempts(lambda: RemoteFile.of(self._function, system, name))
         if file.size is None:
             expected, remedy = "the size of the file", "Copy it by hand, and read the copy."
-            raise shard_error(self._url, expected, "a server that does not give it", remedy, self._function)
+            raise _error(self._url, expected, "a server that does not give it", remedy, self._function)
         self._first = self._first or file
         return RemoteStatus(file, file.size)
 
@@ -300,7 +303,7 @@ class RemotePath:
         if first not in (None, found):
             expected = "the file as it was opened (URL, bytes, version)"
             remedy = "Files must not change while they are read: make a new dataset."
-            raise shard_error(self._url, expected, f"{found} instead of {first}", remedy, self._function)
+            raise _error(self._url, expected, f"{found} instead of {first}", remedy, self._function)
         return status
 
     def open(self, mode: str = "rb", buffering: int = -1, block: int = _BLOCK) -> RemoteStream:

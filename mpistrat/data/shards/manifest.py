@@ -7,14 +7,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...base.errors import ShardError
 from ...base.files import read_whole, replacing
 from ..files.handles import shard_error
-from ..files.remote import RemotePath, StoredPath
+
+if TYPE_CHECKING:
+    from ..files.remote import StoredPath
 
 __all__ = [
     "Field",
@@ -192,7 +194,7 @@ def listed_names(path: Path) -> list[str]:
 
 def _load(path: StoredPath) -> dict[str, Any]:
     try:
-        document = json.loads(path.open().read() if isinstance(path, RemotePath) else read_whole(path, _MOST))
+        document = json.loads(read_whole(path, _MOST) if isinstance(path, Path) else path.open().read())
         if not isinstance(document, dict):
             raise ValueError(f"{type(document).__name__}")
     except (ValueError, RecursionError) as error:

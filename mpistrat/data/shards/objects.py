@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Container, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..files.handles import open_hdf5
-from ..files.remote import RemotePath, StoredPath
 from .manifest import Field
 
 if TYPE_CHECKING:
     import h5py
+
+    from ..files.remote import StoredPath
 
 __all__ = ["Refused", "Unreadable", "all_names", "check_filters", "check_storage", "field_of", "find", "find_group"]
 
@@ -204,7 +206,7 @@ def _check(
 
     if dataset.external:
         raise Refused(f"external storage in {dataset.external[0][0]}")
-    if dataset.is_virtual and isinstance(path, RemotePath):
+    if dataset.is_virtual and not isinstance(path, Path):
         raise Refused("a virtual dataset of a remote file: copy its files to this node first, by ms.data.download")
     if dataset.is_virtual:
         return set().union(*(_check_source(each, path, declared, depth, notes) for each in dataset.virtual_sources()))

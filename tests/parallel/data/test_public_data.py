@@ -11,7 +11,7 @@ import mpistrat as ms
 from tests.harness.public_data import KINDS
 
 PAGE = (Path(__file__).parents[3] / "docs/input.md").read_text().partition("### Public data")[2].partition("\n### ")[0]
-PROGRAM = PAGE.partition("```text\n")[2].partition("```")[0]
+PROGRAM = PAGE.partition("```python\n")[2].partition("```")[0]
 LINES = dict(re.findall(r"^\| ([^|]+) \| `(.+)` \|$", PAGE, re.MULTILINE))
 
 
