@@ -120,7 +120,8 @@ def from_tables(
         files: a file, a directory, a pattern like `data/*.parquet`, or a list of files, read in its order; others are
             read in natural order (2 before 10).
         columns: None for a dict of all readable columns; a list of names for a dict of these; a tuple of names for a
-            tuple; a dict from new names to names in the files; one name for that array alone.
+            tuple; a dict from new names to names in the files; one name for that array alone. "pose.x" is the member x of a
+            column of structures.
         format: "parquet", "arrow", "csv" or "jsonl"; None for the format of the file names' suffix.
         storage_options: arguments of fsspec's file system for URLs, such as `{"anon": True}` for public data on S3.
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ..spec import ArraySpec
 
-__all__ = ["UnfitColumn", "column_spec", "to_numpy"]
+__all__ = ["UnfitColumn", "column_of", "column_spec", "kind_of", "outer_column", "to_numpy"]
 
 
 class UnfitColumn(Exception):
@@ -54,6 +54,49 @@ def column_spec(kind: Any) -> ArraySpec:
         return ArraySpec((), kind.to_pandas_dtype())
     except (NotImplementedError, TypeError):
         raise UnfitColumn(str(kind)) from None
+
+
+def _path(schema: Any, name: str) -> tuple[str, list[str], Any] | None:
+    """Return a column, the members of its structures, and their type that a name such as "pose.x" means; None if it has none."""
+    import pyarrow
+
+    if name in schema.names:
+        return name, [], schema.field(name).type
+    parts = name.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        column, members = ".".join(parts[:count]), parts[count:]
+        if column not in schema.names:
+            continue
+        kind = schema.field(column).type
+        for member in members:
+            if not pyarrow.types.is_struct(kind) or kind.get_field_index(member) < 0:
+                break
+            kind = kind.field(member).type
+        else:
+            return column, members, kind
+    return None
+
+
+def kind_of(schema: Any, name: str) -> Any:
+    """Return the pyarrow type of a column, or of a member of a structure such as "pose.x"; None if there is none."""
+    found = _path(schema, name)
+    return None if found is None else found[2]
+
+
+def outer_column(schema: Any, name: str) -> str:
+    """Return the column of the file that a name is, or is a member of."""
+    found = _path(schema, name)
+    return name if found is None else found[0]
+
+
+def column_of(table: Any, name: str) -> Any:
+    """Return a column of a table, or a member of its structures. A member is null where its structure is."""
+    import pyarrow.compute
+
+    found = _path(table.schema, name)
+    if found is None or not found[1]:
+        return table.column(name)
+    return pyarrow.compute.struct_field(table.column(found[0]), found[1])
 
 
 def is_text(kind: Any) -> bool:

@@ -27,7 +27,7 @@ from ..nodes.stage import InputRows
 from ..shards.files import PathLike
 from ..spec import ArraySpec, row_nbytes
 from ..stats import StageStats
-from .columns import UnfitColumn, column_spec, to_numpy
+from .columns import UnfitColumn, column_of, column_spec, kind_of, outer_column, to_numpy
 from .handles import ShardFile, shard_error
 from .inputs import Fields, input_files, left_out_words, names_in, structure_of
 from .remote import RemotePath, StoredPath, opened_to_scan
@@ -49,6 +49,10 @@ def _source(path: StoredPath, whole: bool = False) -> Any:
     if isinstance(path, RemotePath):
         return pyarrow.PythonFile(opened_to_scan(path) if whole else path.open())
     return pyarrow.OSFile(str(path))
+
+
+def _outer(schema: Any, names: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(outer_column(schema, name) for name in names))
 
 
 class _UnitFile(ABC):
@@ -92,7 +96,7 @@ class _Arrow(_UnitFile):
         pyarrow = _pyarrow("pyarrow")
         with _source(self._path) as source:
             batch = pyarrow.ipc.open_file(source).get_batch(unit)
-            return pyarrow.Table.from_batches([batch]).select(columns)
+            return pyarrow.Table.from_batches([batch]).select(_outer(self.schema, columns))
 
 
 @final
@@ -111,7 +115,7 @@ class _Text(_UnitFile):
             return getattr(module, self._function)(text, read_options=module.ReadOptions(use_threads=False))
 
     def read(self, unit: int, columns: list[str]) -> Any:
-        return self._table().select(columns)
+        return self._table().select(_outer(self.schema, columns))
 
 
 FORMATS: dict[str, tuple[tuple[str, ...], Any]] = {
@@ -181,9 +185,10 @@ class _OpenTables:
 
     def _compare(self, path: StoredPath, file: _UnitFile, first: StoredPath) -> None:
         for name, spec in self.specs.items():
-            if name not in file.schema.names:
+            kind = kind_of(file.schema, name)
+            if kind is None:
                 raise _error(path, f"a column {name!r}, as in {first}", f"columns {file.schema.names}")
-            found = column_spec(file.schema.field(name).type)
+            found = column_spec(kind)
             if found != spec:
                 remedy = "All files need the same types: write this one again, or name the columns that agree."
                 raise _error(path, f"{name!r} as {spec}, like {first}", f"{found}", remedy)
@@ -194,10 +199,11 @@ def _specs(path: StoredPath, schema: Any, names: Sequence[str] | None) -> tuple[
     specs: dict[str, ArraySpec] = {}
     left_out: dict[str, str] = {}
     for name in schema.names if names is None else names:
-        if name not in schema.names:
+        kind = kind_of(schema, name)
+        if kind is None:
             raise _error(path, f"a column {name!r}", f"columns {schema.names}")
         try:
-            specs[name] = column_spec(schema.field(name).type)
+            specs[name] = column_spec(kind)
         except UnfitColumn as error:
             if names is not None:
                 raise _error(f"{path}: {name}", "numbers, times, text or lists of them", str(error)) from None
@@ -288,7 +294,7 @@ class TableRows(InputRows):
         try:
             opened.status[number].check()
             table = opened.files[number].read(within, list(opened.specs))
-            columns = {name: to_numpy(table.column(name), spec) for name, spec in opened.specs.items()}
+            columns = {name: to_numpy(column_of(table, name), spec) for name, spec in opened.specs.items()}
         except UnfitColumn as error:
             raise _error(where, "values without nulls, of one shape", str(error), error.remedy) from None
         except MpistratError:
