@@ -21,7 +21,7 @@ from ..buffers import RowBuffers
 from ..nodes.sources import row_content, short_digest
 from ..nodes.stage import InputRows
 from ..shards.files import PathLike, is_small, remember_whole, resolve
-from ..shards.look import Found, ShardContents, ShardSet, join_shards, look
+from ..shards.look import Found, ShardContents, ShardSet, join_shards, look, member_of
 from ..spec import ArraySpec
 from ..stats import StageStats
 from .choice import READERS, choose_reader, chunk_starts
@@ -48,6 +48,11 @@ class _Opened:
         self.left_out = list(dict.fromkeys(text for shard in opened.shards for text in shard.left_out))
         self.file_starts = np.cumsum([0, *(shard.rows for shard in opened.shards)])
         self.rows = int(self.file_starts[-1])
+        self.members = {
+            name: name.strip("/")[len(opened.shards[0].storages[name].name.strip("/")) + 1 :].split(".")
+            for name in opened.fields
+            if name.strip("/") != opened.shards[0].storages[name].name.strip("/")
+        }  # of structures
         self.row_shapes = {name: _fixed(field.shape) for name, field in opened.fields.items()}
         # dtype.isnative does not look into the arrays of a structure
         self.swapped = {name for name, field in opened.fields.items() if field.dtype != field.dtype.newbyteorder("=")}
@@ -222,7 +227,12 @@ class HDF5Rows(InputRows):
         opened = self._open()
 
         def spec(name: str) -> ArraySpec:
-            return ArraySpec(opened.fields[name].shape, opened.fields[name].dtype.newbyteorder("="))
+            shape, dtype = opened.fields[name].shape, opened.fields[name].dtype
+            if name in opened.members:
+                found = member_of(dtype, opened.members[name])
+                assert found is not None
+                shape, dtype = (*shape, *found.shape), found.base
+            return ArraySpec(shape, dtype.newbyteorder("="))
 
         return nest.map_structure(spec, self._structure)
 
@@ -269,7 +279,12 @@ class HDF5Rows(InputRows):
             else:
                 out = opened.buffers.empty(name, (positions.size, *row), field.dtype)
             opened.readers[name].read(positions, out)
-            arrays[name] = _native(out) if name in opened.swapped else out
+            if name in opened.members:
+                for member in opened.members[name]:
+                    out = out[member]
+                out = np.ascontiguousarray(out)
+            swapped = name in opened.swapped and out.dtype != out.dtype.newbyteorder("=")  # a member may be in order
+            arrays[name] = _native(out) if swapped else out
         if isinstance(self._structure, str):
             rows = arrays[self._structure]
         else:

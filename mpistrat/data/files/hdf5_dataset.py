@@ -33,7 +33,7 @@ class HDF5Dataset(Dataset):
             in place, by fsspec: chunks of whole rows and blocks of 1 MiB are requests. Only a folder's manifest is used.
         fields: None for a dict of all datasets with rows (`print` names what is left out); a list of names for a dict of
             these; a tuple of names for a tuple; a dict from new names to names in the file; one name for that array
-            alone. A name is like "x" or "group/x".
+            alone. A name is like "x" or "group/x", or "x.a" for the member a of structures.
         verify: whether to compare the files' bytes with the manifest's digests. True: all bytes before HDF5 opens a file.
             False: none. "auto": the first and last 64 KiB of each file when it is opened, and all of a set of at most 1
             GiB (256 MiB without xxhash), once per job: in `distribute_dataset` by the ranks together, else at the first

@@ -46,6 +46,7 @@ __all__ = [
     "join_shards",
     "look",
     "look_into",
+    "member_of",
     "to_bytes",
 ]
 
@@ -242,7 +243,7 @@ class _Looker:
 
     def _storage(self, file: h5py.File, name: str) -> Storage:
         try:
-            dataset = find(file, name)
+            name, dataset = _found(file, name)
             if dataset is None:
                 raise self._error("", f"a dataset {name!r}", f"datasets {all_names(file)[0]}")
             if not dataset.shape:
@@ -325,6 +326,31 @@ class _Looker:
 
     def _error(self, name: str, expected: str, got: str, remedy: str = "") -> ShardError:
         return shard_error(f"{self.path}: {name.strip('/')}" if name else str(self.path), expected, got, remedy)
+
+
+def _found(file: h5py.File, name: str) -> tuple[str, h5py.Dataset | None]:
+    """Return the dataset of a name, or the one of structures whose member it is, such as "table.a", and the dataset's name."""
+    dataset, outer = find(file, name), name
+    while dataset is None and "." in outer:
+        outer = outer.rpartition(".")[0]
+        found = find(file, outer)
+        if found is not None and member_of(found.dtype, name[len(outer) + 1 :].split(".")) is not None:
+            return outer, found
+    return name, dataset
+
+
+def member_of(dtype: np.dtype[Any], members: Sequence[str]) -> np.dtype[Any] | None:
+    """Return the dtype of a member of a structure, perhaps of a structure in it; None if there is none.
+
+    Example:
+        >>> member_of(np.dtype([("a", [("b", "i4")])]), ["a", "b"])
+        dtype('int32')
+    """
+    for member in members:
+        if dtype.fields is None or member not in dtype.fields:
+            return None
+        dtype = dtype.fields[member][0]
+    return dtype
 
 
 def _plain(dataset: h5py.Dataset) -> bool:
@@ -557,6 +583,8 @@ def _compare(shard: ShardContents, fields: dict[str, Field], reference: str, *, 
     if missing:
         raise shard_error(shard.path, f"datasets {sorted(fields)}, as {reference} has", f"{sorted(shard.fields)}")
     for name, field in shard.fields.items():
+        if name not in fields:
+            name = shard.storages[name].name  # of which it is a member
         if name not in fields:
             raise shard_error(shard.path, f"datasets {sorted(fields)}, as {reference} says", f"{name!r}")
         if field != fields[name]:
