@@ -286,29 +286,34 @@ class RemotePath:
         Raises:
             ShardError: it is not there, cannot be looked at, or its server does not give its size.
         """
+        file, size = self._look()
+        self._first = self._first or file
+        return RemoteStatus(file, size)
+
+    def _look(self) -> tuple[RemoteFile, int]:
         system, name = self.system()
         with naming(self._function, self._url, "a file that can be read"):
             file = attempts(lambda: RemoteFile.of(self._function, system, name))
         if file.size is None:
             expected, remedy = "the size of the file", "Copy it by hand, and read the copy."
             raise _error(self._url, expected, "a server that does not give it", remedy, self._function)
-        self._first = self._first or file
-        return RemoteStatus(file, file.size)
+        return file, file.size
 
     def check(self) -> RemoteStatus:
         """Return its size and version; raise unless the file is as it was when it was first looked at."""
-        first, self._first = self._first, None
-        status = self.stat()
-        found, self._first = self._first, first or self._first
-        if first not in (None, found):
+        file, size = self._look()
+        self._first = self._first or file
+        if self._first != file:
             expected = "the file as it was opened (URL, bytes, version)"
             remedy = "Files must not change while they are read: make a new dataset."
-            raise _error(self._url, expected, f"{found} instead of {first}", remedy, self._function)
-        return status
+            raise _error(self._url, expected, f"{file} instead of {self._first}", remedy, self._function)
+        return RemoteStatus(file, size)
 
-    def open(self, mode: str = "rb", buffering: int = -1, block: int = _BLOCK) -> RemoteStream:
-        """Open it for reading, in blocks that are kept."""
-        return RemoteStream(RemoteRanges(self, self.check().st_size), block)
+    def open(
+        self, mode: str = "rb", buffering: int = -1, block: int = _BLOCK, under_lock: bool = False
+    ) -> RemoteStream:
+        """Open it for reading, in blocks that are kept. See `RemoteStream`."""
+        return RemoteStream(RemoteRanges(self, self.check().st_size), block, under_lock)
 
 
 @final
@@ -371,11 +376,18 @@ StoredPath = Path | RemotePath
 
 @final
 class RemoteStream(io.RawIOBase):
-    """A remote file as a file object that keeps the blocks that were read last."""
+    """A remote file as a file object that keeps the blocks that were read last.
 
-    def __init__(self, ranges: RemoteRanges, block: int) -> None:
+    Args:
+        ranges: reads the file.
+        block: the bytes of a block.
+        under_lock: whether h5py reads it, under its lock: garbage of h5py that fsspec's thread frees would wait for the lock
+            forever, so none is collected meanwhile.
+    """
+
+    def __init__(self, ranges: RemoteRanges, block: int, under_lock: bool) -> None:
         super().__init__()
-        self._ranges, self._block = ranges, block
+        self._ranges, self._block, self._under_lock = ranges, block, under_lock
         self._position = 0
         self._kept = LastRead[bytes](max(_KEPT, 2 * block))
 
@@ -398,9 +410,9 @@ class RemoteStream(io.RawIOBase):
         start, stop = self._position, min(self._position + len(out), self._ranges.size)
         if start >= stop:
             return 0
-        collects = gc.isenabled()
-        # Under h5py's lock: garbage of h5py that fsspec's thread frees would wait for it forever.
-        gc.disable()
+        collects = self._under_lock and gc.isenabled()
+        if collects:
+            gc.disable()
         try:
             blocks = range(start // self._block, (stop - 1) // self._block + 1)
             found = {number: kept for number in blocks if (kept := self._kept.get(number)) is not None}
@@ -459,7 +471,7 @@ def open_remote_hdf5(path: RemotePath) -> h5py.File:
 def remote_hdf5_file(path: RemotePath) -> RemoteStream:
     """Return a remote file as a file object that h5py opens."""
     _close_at_exit()
-    return path.open()
+    return path.open(under_lock=True)
 
 
 @functools.cache

@@ -147,6 +147,22 @@ def test_a_file_that_changes_between(source: str, tmp_path: Path, server: RangeS
         next(iter(dataset.batch(4)))
 
 
+@pytest.mark.parametrize("source", ["tar", "tfrecord", "hdf5_chunked"])
+def test_a_file_that_changes_in_the_middle_of_an_epoch(source: str, tmp_path: Path, server: RangeServer) -> None:
+    """Its open file would give bytes of the new version."""
+    files = tmp_path / "remote/files"
+    written(source, files)
+    dataset = SOURCES[source].opened(f"{server.url}/files/")
+    first, others = np.zeros(1, np.int64), np.arange(5, 8)
+    dataset.node.gather(first, first)
+    changed = list(files.iterdir())
+    for path in changed:
+        path.write_bytes(path.read_bytes())
+        os.utime(path, (1, 1))
+    with pytest.raises(ShardError, match=rf"{server.url}/files/.*must not change"):
+        dataset.node.gather(np.zeros(3, np.int64), others)
+
+
 def test_what_is_not_there(server: RangeServer) -> None:
     for source in NAMES:
         for url in (f"{server.url}/no/", "memory://no", "http://127.0.0.1:9/a/", "no://a"):
