@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
 import gc
 import hashlib
 import io
@@ -470,20 +468,7 @@ def open_remote_hdf5(path: RemotePath) -> h5py.File:
 
 def remote_hdf5_file(path: RemotePath) -> RemoteStream:
     """Return a remote file as a file object that h5py opens."""
-    _close_at_exit()
     return path.open(under_lock=True)
-
-
-@functools.cache
-def _close_at_exit() -> None:
-    """Close HDF5 files over file objects before Python ends: HDF5 calls the objects later, and the process crashes."""
-    import h5py
-
-    @atexit.register
-    def close() -> None:
-        for file in h5py.h5f.get_obj_ids(types=h5py.h5f.OBJ_FILE):
-            if file.get_access_plist().get_driver() == h5py.h5fd.fileobj_driver:
-                h5py.File(file).close()
 
 
 def stored_path(function: str, path: Any, options: Mapping[str, Any] | None) -> StoredPath:
