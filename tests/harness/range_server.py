@@ -101,7 +101,10 @@ def serving_ranges(folder: Path) -> Iterator[RangeServer]:
         runner = loop.run_until_complete(start())
         loop.run_forever()
         loop.run_until_complete(runner.cleanup())
-        loop.run_until_complete(asyncio.sleep(0))
+        left = asyncio.all_tasks(loop)
+        for task in left:  # that stall
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         loop.close()
 
     thread = threading.Thread(target=serve, daemon=True)
