@@ -342,7 +342,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             )
 
         def compare(seconds: float) -> None:
-            """Raise unless all ranks have given these lists. Collective."""
+            """Compare the lists. Collective."""
             with self._ranks.collective(function, "", None, None, f"of ranks {lists}", timeout=seconds):
                 pass
 

@@ -35,6 +35,7 @@ __all__ = [
     "split_group",
 ]
 
+_MAKER, _WORLD = "_new_process_group_helper", "_world"  # names of torch.distributed: it has no public ones
 _splits: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # how many times a group was split
 _asked = threading.local()  # store, name and timeout of the group of "mpi" that this thread makes
 
@@ -160,8 +161,7 @@ def split_group(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     The new groups have the parent's backend. Their ranks are numbered in the order of their list.
 
     Args:
-        theirs: PyTorch's function, for groups of other backends.
-        *args, **kwargs: its arguments.
+        theirs: PyTorch's function, for groups of other backends; the others are its arguments.
 
     Raises:
         ValueError: wrong lists of ranks.
@@ -172,33 +172,34 @@ def split_group(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if own is None:
         return theirs(*args, **kwargs)
     lists = own.agree_on_split(given.get("split_ranks"))
-    number = _splits[own] = _splits.get(own, 0) + 1
+    times = _splits[own] = _splits.get(own, 0) + 1
     found = [(index, ranks) for index, ranks in enumerate(lists) if own.rank() in ranks]
     if not found:
         return dist.GroupMember.NON_GROUP_MEMBER
     index, mine = found[0]
-    module: Any = sys.modules["torch.distributed.distributed_c10d"]
     ranks = [dist.get_global_rank(own, rank) for rank in mine]
+    c10d = sys.modules["torch.distributed.distributed_c10d"]
+    world = getattr(c10d, _WORLD)
     # A name that the members know: dist.new_group would count the groups of each of them.
-    name = f"{own.group_name}:split:{number}:{index}"
-    world_of_groups = vars(module)["_world"]
-    _, store = world_of_groups.pg_map[dist.group.WORLD]
-    group, _ = module._new_process_group_helper(
+    group, _ = getattr(c10d, _MAKER)(
         len(mine),
         mine.index(own.rank()),
         ranks,
-        world_of_groups.pg_map[own][0],
-        store,
-        name,
+        world.pg_map[own][0],
+        world.pg_map[dist.group.WORLD][1],
+        f"{own.group_name}:split:{times}:{index}",
         timeout=given.get("timeout") or default_pg_timeout,
         group_desc=given.get("group_desc"),
     )
-    world_of_groups.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
     return group
 
 
 def shrink_group(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Refuse to leave ranks out of a group of this package, for `dist.shrink_group`, which PyTorch has for groups of NCCL.
+
+    Args:
+        theirs: PyTorch's function, for groups of other backends; the others are its arguments.
 
     Raises:
         NotImplementedError: the group is one of this package.
