@@ -164,13 +164,19 @@ def split_group(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         theirs: PyTorch's function, for groups of other backends; the others are its arguments.
 
     Raises:
-        ValueError: wrong lists of ranks.
+        ValueError: wrong lists of ranks, or another backend.
         CollectiveMismatchError: the lists differ between ranks.
     """
     given = inspect.signature(theirs).bind(*args, **kwargs).arguments
     own = _own_group(given.get("parent_pg"))
     if own is None:
         return theirs(*args, **kwargs)
+    c10d = sys.modules["torch.distributed.distributed_c10d"]
+    known = getattr(c10d, _WORLD)
+    backend = known.pg_map[own][0]
+    if given.get("backend", backend) not in (None, backend):
+        expected, got = f"{backend!r}, the one of the group, or None", repr(given["backend"])
+        raise ValueError(explain("dist.split_group", "backend", expected=expected, got=got))
     lists = own.agree_on_split(given.get("split_ranks"))
     times = _splits[own] = _splits.get(own, 0) + 1
     found = [(index, ranks) for index, ranks in enumerate(lists) if own.rank() in ranks]
@@ -178,20 +184,19 @@ def split_group(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return dist.GroupMember.NON_GROUP_MEMBER
     index, mine = found[0]
     ranks = [dist.get_global_rank(own, rank) for rank in mine]
-    c10d = sys.modules["torch.distributed.distributed_c10d"]
-    world = getattr(c10d, _WORLD)
-    # A name that the members know: dist.new_group would count the groups of each of them.
     group, _ = getattr(c10d, _MAKER)(
         len(mine),
         mine.index(own.rank()),
         ranks,
-        world.pg_map[own][0],
-        world.pg_map[dist.group.WORLD][1],
+        backend,
+        known.pg_map[dist.group.WORLD][1],
+        # A name that the members know: dist.new_group would count the groups of each of them.
         f"{own.group_name}:split:{times}:{index}",
+        given.get("pg_options"),
         timeout=given.get("timeout") or default_pg_timeout,
         group_desc=given.get("group_desc"),
     )
-    world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    known.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
     return group
 
 

@@ -1,5 +1,7 @@
 """torch.distributed starts under MPI without variables: the numbers, the port, the ranks that take part, wrong use."""
 
+import contextlib
+import inspect
 import os
 import re
 import subprocess
@@ -405,6 +407,13 @@ def check_splits(rank):
             ValueError, match=rf"rank {rank}: dist\.split_group: split_ranks: .*different ranks of the group"
         ):
             dist.split_group(None, wrong)
+    if "backend" in inspect.signature(dist.split_group).parameters:
+        with pytest.raises(ValueError, match=r"dist\.split_group: backend: expected 'mpi(strat)?', .*got 'gloo'"):
+            dist.split_group(None, [[0, 1]], backend="gloo")
+    with (
+        pytest.raises(ValueError, match="pg_options") if dist.get_backend() == "mpistrat" else contextlib.nullcontext()
+    ):
+        dist.split_group(None, [[0, 1, 2, 3]], pg_options="fast")
     lists = [[0, 1], [2, 3]] if rank else [[0, 2], [1, 3]]
     with pytest.raises(
         ms.errors.CollectiveMismatchError, match=r"ranks? 0: dist\.split_group.*\[\[0, 2\], \[1, 3\]\].*\[\[0, 1\]"
