@@ -9,14 +9,15 @@ all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tens
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-def _gather_single(tensor, gather_tensor=None, dst=0, group=None):
+def _gather_single(tensor, gather_tensor=None, dst=0, group=None, async_op=False):
     """Call a group's method as `dist.gather_single` does, which is new in 2.14; gloo's groups lack it."""
     group = dist.group.WORLD if group is None else group
     if not hasattr(group, "gather_single"):
         raise RuntimeError("this group does not support gather_single")
     opts = c10d.GatherOptions()
-    opts.rootRank, opts.asyncOp = dst, False
-    group.gather_single(tensor.new_empty(0) if gather_tensor is None else gather_tensor, tensor, opts).wait()
+    opts.rootRank, opts.asyncOp = dist.get_group_rank(group, dst), async_op
+    work = group.gather_single(tensor.new_empty(0) if gather_tensor is None else gather_tensor, tensor, opts)
+    return work if async_op else work.wait()
 
 
 gather_single = getattr(dist, "gather_single", _gather_single)

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test
 import torch.distributed as dist  # noqa: E402
 
 from tests.harness.torch_groups import group_in  # noqa: E402
-from tests.harness.torch_operations import all_gather_single, reduce_scatter_single  # noqa: E402
+from tests.harness.torch_operations import all_gather_single, gather_single, reduce_scatter_single  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.ranks(2, 3, 4)]
 CALLS = 60
@@ -185,6 +185,15 @@ def gather(draw):
         same(rooms, [one for (one,) in given])
 
 
+def gather_of_one_tensor(draw):
+    value, root = draw.tensor(draw.shape, draw.dtype), dist.get_rank() == draw.root
+    room = torch.empty((draw.size, *draw.shape), dtype=draw.dtype) if root else None
+    given = draw.all([value])
+    draw.ask(gather_single, value, room, draw.root)
+    if root:
+        same(room, [one for (one,) in given])
+
+
 def scatter(draw):
     parts = [draw.tensor(draw.shape, draw.dtype) for _ in draw.members]
     given, room = draw.all(parts), draw.room(draw.shape, draw.dtype)
@@ -203,7 +212,7 @@ def messages_in_a_ring(draw):
 
 OPERATIONS = [
     all_reduce, reduce, broadcast, all_gather, all_gather_of_one_tensor, reduce_scatter, reduce_scatter_of_one_tensor,
-    all_to_all, all_to_all_of_one_tensor, gather, scatter, messages_in_a_ring,
+    all_to_all, all_to_all_of_one_tensor, gather, gather_of_one_tensor, scatter, messages_in_a_ring,
 ]  # fmt: skip
 
 
