@@ -818,8 +818,6 @@ class MpiProcessGroup(dist.ProcessGroup):
 
         def operation(seconds: float) -> None:
             own, whole = dense(tensor), dense(output)
-            if whole.data_ptr() <= own.data_ptr() < whole.data_ptr() + whole.nbytes:
-                own = own.clone()
             rooms = list(bytes_of(whole).reshape(self._size, -1)) if at_root else []
             with self._exchanging(function, own, f"root {root}", seconds) as call:
                 exchange.gather_into(self._ranks, call, bytes_of(own), rooms, root)

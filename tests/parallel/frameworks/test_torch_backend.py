@@ -155,8 +155,8 @@ def test_moves_of_all_dtypes(group):
         gather_single(each(rank), stack, dst=ranks - 1)
         assert stack is None or all(equal(row, each(other)) for other, row in enumerate(stack)), dtype
         if stack is not None:
-            stack[rank] = each(rank + 1)
-        gather_single(each(rank + 1) if stack is None else stack[rank], stack, dst=ranks - 1)  # a slice of the result
+            stack[0] = each(rank + 1)
+        gather_single(each(rank + 1) if stack is None else stack[0], stack, dst=ranks - 1)  # a slice of the result
         assert stack is None or all(equal(row, each(other + 1)) for other, row in enumerate(stack)), dtype
 
 
