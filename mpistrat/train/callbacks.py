@@ -52,11 +52,11 @@ class Loop:
         epoch: the number of the epoch, from 0.
         step: the number of steps so far, in all epochs.
         stop_training: set by a callback to stop.
-        folder: of the checkpoints; None without any.
+        folder: of the checkpoints, a URL of an object store as text; None without any.
         ended: False in `on_train_end` after an error, or if a restarted program resumes training.
     """
 
-    folder: Path | None = None
+    folder: Path | str | None = None
     ended = True
 
     def __init__(self, strategy: Any, optimizer: Any = None) -> None:
@@ -246,6 +246,13 @@ class EarlyStopping(Callback):
 
     def load(self, state: dict[str, Any]) -> None:
         self._best.value, self.best_epoch, self._waited = state["best"], state["best_epoch"], state["waited"]
+
+    def on_train_begin(self, loop: Loop) -> None:
+        if self.restore_best_weights and isinstance(loop.folder, str):
+            expected, got = "checkpoints in a folder, next to which the best weights are kept", repr(loop.folder)
+            remedy = "Use ModelCheckpoint(..., save_best_only=True), or a folder"
+            text = explain("EarlyStopping", "restore_best_weights", expected=expected, got=got, remedy=remedy)
+            raise ValueError(text)
 
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
         if loop.epoch < self._start:

@@ -156,3 +156,13 @@ def test_what_is_not_whole_does_not_exist(strategy, mpi_tmp_path, caplog, monkey
         ms.train.Checkpoints(strategy, "http://host/run")
     with pytest.raises(ValueError, match=r"folder: expected a folder on this machine, got the URL s3://bucket/run"):
         ms.train.checkpoints_iterator("s3://bucket/run")
+
+
+def test_best_weights_need_a_folder(mpi_tmp_path):
+    """An object store has no place for them, and in memory a resumed run would lose them."""
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        checkpoints = ms.train.Checkpoints(strategy, f"file://{mpi_tmp_path}/run")
+        best = ms.train.EarlyStopping("loss", restore_best_weights=True)
+        work, _ = trainer(strategy, callbacks=[best], checkpoints=checkpoints)
+        with pytest.raises(ValueError, match=r"EarlyStopping: restore_best_weights: .*file://"):
+            work.fit(strategy.distribute_dataset(dataset()), 1)
