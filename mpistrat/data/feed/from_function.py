@@ -140,16 +140,18 @@ class FunctionPlan(Plan):
 
     def agree(self, sum_over_ranks: SumOverRanks) -> None:
         """Exchange the workers' numbers of steps. Collective; called before the first step."""
-        lengths = np.zeros(self.workers.count, np.int64)
-        lengths[self.workers.index] = self._own_cardinality
-        self._cardinality = self._length = _longest(sum_over_ranks(lengths))
+        lengths = np.zeros((2, self.workers.count), np.int64)
+        lengths[:, self.workers.index] = self._own_cardinality, self._steps_of_others()
+        known, others = sum_over_ranks(lengths)
+        self._cardinality = self._length = _longest(known)
         if self._cardinality == UNKNOWN:  # of other iterables it may be known, but not the rows of each step
-            lengths[:] = 0
-            lengths[self.workers.index] = self._steps_of_others()
-            self._length = _longest(sum_over_ranks(lengths))
+            self._length = _longest(others)
 
     def _steps_of_others(self) -> int:
-        length = getattr(self._iterables[0], "length", UNKNOWN) if len(self._iterables) == 1 else UNKNOWN
+        """Return the number of steps, of an iterable that is no Dataset too; UNKNOWN if it does not tell."""
+        if self._own_cardinality != UNKNOWN or len(self._iterables) > 1:
+            return self._own_cardinality
+        length = getattr(self._iterables[0], "length", UNKNOWN)
         return int(length if length < 0 else -(-length // self.workers.num_local_replicas))
 
     def _count_steps(self) -> int:

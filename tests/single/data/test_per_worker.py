@@ -225,7 +225,7 @@ def test_state_with_several_local_replicas(mode: str) -> None:
 def test_what_is_no_dataset_of_ours_cannot_be_resumed() -> None:
     iterator = iter(made([np.zeros(1)] * 3))
     iterator.restore({"epoch": 0, "next": 1})
-    with pytest.raises(ValueError, match="expected a Dataset from the dataset function"):
+    with pytest.raises(ValueError, match="expected a dataset of ms.data, to start after the first element"):
         next(iterator)
 
 
