@@ -21,7 +21,7 @@ __all__ = ["RunRecord", "files_of", "page"]
 _PARTS = {"input": "violet", "compute": "green", "communication": "blue", "waiting": "orange", "saving": "olive"}
 _MOST = 64  # ranks, hosts and files that are shown
 _ABOUT = {"metrics.jsonl": "results, a line per epoch", "tensorboard": "event files of TensorBoard"}
-_NONE = "–"
+_NONE = "&ndash;"
 
 
 @dataclass

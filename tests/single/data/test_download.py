@@ -332,7 +332,7 @@ def test_the_example_of_the_page(tmp_path: Path, server: FileServer, remote: Pat
     """That of docs/input.md, with another host and folder."""
     ms.data.write_shards(remote / "train", {"x": np.arange(600)}, num_shards=3)
     page = (Path(__file__).parents[3] / "docs/input.md").read_text()
-    example = page.partition("### Remote files")[2].partition("```text")[2].partition("```")[0]
+    example = page.partition("### Remote files")[2].partition("```python")[2].partition("```")[0]
     assert "https://host/" in example
     assert "/local/" in example
     example = example.replace("https://host/", f"{server.url}/").replace("/local/", f"{tmp_path}/local/")

@@ -445,7 +445,7 @@ def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for number, start in enumerate((0, 40)):
         series(tmp_path / f"era5-{number}.nc", start, 40)
     page = (Path(__file__).parents[3] / "docs/input.md").read_text()
-    example = page.partition("### netCDF")[2].partition("```text")[2].partition("```")[0]
+    example = page.partition("### netCDF")[2].partition("```python")[2].partition("```")[0]
     steps: list[tuple[Any, ...]] = []
     names: dict[str, Any] = {"ms": mpistrat, "strategy": mpistrat.OneDeviceStrategy(), "steps": steps}
     monkeypatch.chdir(tmp_path)
