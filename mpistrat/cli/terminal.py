@@ -192,7 +192,9 @@ def _bar(unit: str) -> Progress:
 def names(text: str) -> list[str]:
     """Return the names of an argument "x,y". A name with a comma is quoted, as in CSV: '"x,1",y'."""
     try:
-        return [name.strip() for name in next(csv.reader([text], skipinitialspace=True), [""])]
+        return [
+            name.strip() for name in next(csv.reader([text], skipinitialspace=True), []) or [""]
+        ]  # of "" one, which is wrong
     except csv.Error as error:
         raise argparse.ArgumentTypeError(f"expected names, got {text!r:.80}: {error}") from error
 
