@@ -15,7 +15,6 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Iterator
-from threading import get_ident
 from time import perf_counter_ns
 from typing import Any, NamedTuple, final
 
@@ -112,7 +111,7 @@ class Recorder:
     Attributes:
         waited: ns that this rank has waited for others on its node so far; counted by `Node.barrier`.
         descriptor: of the memory; None if other processes cannot get it.
-        threads: the names of the threads that recorded events, MainThread first; of two that had one identifier, the first's.
+        threads: the names of the threads that recorded events, MainThread first.
     """
 
     def __init__(self) -> None:
@@ -147,8 +146,7 @@ class Recorder:
         self._memory, self._mask = memory, capacity - 1
         self._words = memoryview(memory).cast("q")
         self._thread_of = bytearray(capacity)
-        main = threading.main_thread()
-        self.threads[:], self._known = [main.name], {main.ident: 0}
+        self.threads[:], self._own = [threading.main_thread().name], threading.local()
         self._counts: dict[str, deque[tuple[int, int]]] = {}
         self._sampled = 0
         self._names_used = 0
@@ -194,7 +192,7 @@ class Recorder:
         """Record the start of an event; pass the result to `end`."""
         at = self._next
         self._next = at + 1
-        thread = self._known.get(get_ident())
+        thread = getattr(self._own, "number", None)  # identifiers of threads are used again
         self._thread_of[at & self._mask] = self._new_thread() if thread is None else thread
         at = (EVENTS_AT >> 3) + (at & self._mask) * EVENT_WORDS
         words = self._words
@@ -205,11 +203,12 @@ class Recorder:
         return at
 
     def _new_thread(self) -> int:
-        ident, number = get_ident(), min(len(self.threads), THREADS - 1)
-        if number == len(self.threads):
-            known = (thread.name for thread in threading.enumerate() if thread.ident == ident)
-            self.threads.append(next(known, "another thread"))
-        self._known[ident] = number
+        thread, number = threading.current_thread(), 0
+        if thread is not threading.main_thread():
+            number = min(len(self.threads), THREADS - 1)
+            if number == len(self.threads):
+                self.threads.append(thread.name)
+        self._own.number = number
         return number
 
     def begin_again(self, at: int) -> None:

@@ -165,7 +165,7 @@ def test_differences_between_nodes_are_found_by_the_next_comparison(monkeypatch)
             with pytest.raises(ms.errors.CollectiveMismatchError, match=rf"rank 1: .*{text}|{text}"):
                 for taken in range(9):
                     if taken == 1 and odd:
-                        optimizer._core.calls -= what == "iterations"  # as a number that is set to what it was
+                        optimizer._core.started -= what == "iterations"  # as a number that is set to what it was
                         if what == "memory":
                             v.arena.values[v.offset + 7] += 1.0  # as a bit that flips
                     strategy.run(step)
