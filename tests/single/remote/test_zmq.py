@@ -201,11 +201,12 @@ def by_zeromq(options):
     def attack(server, tmp_path, random_):
         context = zmq.Context()
         dealer = context.socket(zmq.DEALER)
-        dealer.linger = 0
+        dealer.linger, dealer.sndtimeo = 0, 1000  # a refused connection may leave no room to send into
         for name, value in options(tmp_path, random_).items():
             setattr(dealer, name, value)
         dealer.connect(said(tmp_path)["address"])
-        dealer.send_multipart([struct.pack("<Bq", random_.choice(list(Kind)), 0), random_.randbytes(20)])
+        with contextlib.suppress(zmq.Again):
+            dealer.send_multipart([struct.pack("<Bq", random_.choice(list(Kind)), 0), random_.randbytes(20)])
         time.sleep(0.1)
         dealer.close()
         context.term()
