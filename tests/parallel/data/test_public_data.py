@@ -22,7 +22,7 @@ class Stop(Exception):
 def test_each_program_has_ten_lines_at_most():
     assert list(LINES) == list(KINDS)
     assert len(PROGRAM.splitlines()) <= 10
-    assert PROGRAM.count("rows = …") == 1
+    assert PROGRAM.count("rows = ...") == 1
 
 
 @pytest.mark.ranks(3)
@@ -52,7 +52,7 @@ def test_a_run_goes_on_with_equal_rows(name, mpi_tmp_path, monkeypatch):
                 raise Stop
 
         names = {"ms": ms, "np": np, "use": use, "comm": comm}
-        code = PROGRAM.replace("rows = …", f"rows = {LINES[name]}").replace("...", "use(batch)")
+        code = PROGRAM.replace("rows = ...", f"rows = {LINES[name]}").replace("...", "use(batch)")
         code = code.replace("MultiWorkerMirroredStrategy()", "MultiWorkerMirroredStrategy(comm=comm)")
         try:
             exec(code, names)
