@@ -134,7 +134,9 @@ def estimate(folder, strategy=None):
         ms.estimator.TrainSpec(lambda: rows.take(80).shuffle(seed=1).batch(24).repeat(), max_steps=30),
         ms.estimator.EvalSpec(lambda: rows.skip(80).batch(24), steps=None, throttle_secs=0),
     )
-    return results["global_step"], results["loss"], estimator.get_variable_value("w")
+    w = estimator.get_variable_value("w")
+    estimator.close()
+    return results["global_step"], results["loss"], w
 
 
 def synchronous(comm):
