@@ -420,7 +420,7 @@ def _hint(point: Point, about: str, differ: int, size: int) -> str:
     if point.kind == "rows":
         if "BatchNorm" in about:
             return "It uses the statistics of this rank's rows: sync_batch_norm=True uses those of all"
-        return "Its inputs are equal: does it use the other rows of the batch, or settings or weights of this rank"
+        return "Its inputs are equal: look for other rows of the batch, settings or weights of this rank"
     if point.operation.endswith("at the start of the step"):
         return "A write between the steps, or at the start, differs" + (" on these ranks only" if differ < size else "")
     if point.operation.startswith("gradient"):

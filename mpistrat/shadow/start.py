@@ -37,7 +37,7 @@ def main(words: list[str]) -> None:
     if not getattr(sys.flags, "safe_path", False):  # like Python does for the program
         sys.path.insert(0, os.getcwd() if program[0] == "-m" else str(Path(program[0]).resolve().parent))
     with contextlib.ExitStack() as stack:
-        stack.callback(_report, session)
+        stack.push(lambda kind, error, trace: _report(session, error))
         stack.enter_context(installed(session))
         if program[0] == "-m":
             sys.argv = program[1:]
@@ -47,9 +47,10 @@ def main(words: list[str]) -> None:
             runpy.run_path(program[0], run_name="__main__")
 
 
-def _report(session: Session) -> None:
-    """Print how much was compared, on rank 0, unless a difference was found."""
-    if isinstance(session, Comparing) and not session.differs and launched_rank() in (None, 0):
+def _report(session: Session, error: BaseException | None) -> None:
+    """Print how much was compared, on rank 0, unless a difference was found or the program failed."""
+    failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
+    if isinstance(session, Comparing) and not session.differs and not failed and launched_rank() in (None, 0):
         print(f"{_FUNCTION}: {session.report}", flush=True)
 
 

@@ -31,22 +31,33 @@ for number in range(5):
 """
 
 
-@pytest.mark.parametrize("wrong", [[], ["wrong"]])
-def test_a_program_whose_batches_are_those_of_a_rank(wrong, tmp_path):
-    (tmp_path / "train.py").write_text(PROGRAM)
-    words = ["-n", "2", "--reference", " ".join(["8", *wrong]), "--steps", "3", "train.py", "4", *wrong]
+def shadowed(tmp_path, program, *words):
+    """Run the command, and return its end and what it printed."""
+    (tmp_path / "train.py").write_text(program)
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PMI"))}
     done = subprocess.run(
         [sys.executable, "-m", "mpistrat", "shadow", *words], cwd=tmp_path, env=env | {"PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    said = done.stdout + done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_program_that_fails_on_ranks_is_not_said_to_be_equal(tmp_path):
+    failing = PROGRAM.replace("for number", "if strategy.size > 1: raise ValueError('only here')\nfor number")
+    status, said = shadowed(tmp_path, failing, "-n", "2", "--steps", "3", "train.py", "4")
+    assert status == 1 and "only here" in said and "equal the recorded run" not in said
+
+
+@pytest.mark.parametrize("wrong", [[], ["wrong"]])
+def test_a_program_whose_batches_are_those_of_a_rank(wrong, tmp_path):
+    words = ["-n", "2", "--reference", " ".join(["8", *wrong]), "--steps", "3", "train.py", "4", *wrong]
+    status, said = shadowed(tmp_path, PROGRAM, *words)
     if wrong:
-        assert done.returncode == 1, said
+        assert status == 1, said
         assert "DifferenceError: ms.shadow: step 1, ranks 0, 1, gradient of w: differs by" in said
         assert "Each rank divides by its own rows, not those of the global batch" in said
     else:
-        assert done.returncode == 0, said
+        assert status == 0, said
         assert "mpistrat shadow: 3 steps on 2 ranks equal the recorded run on one process: 9 tensors compared" in said
 
 
