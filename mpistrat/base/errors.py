@@ -144,6 +144,13 @@ def by_rank(texts: Mapping[int, str]) -> str:
     return "; ".join(f"{named('rank', who)}: {text}" for text, who in ranks.items())
 
 
+def shard_error(
+    where: object, expected: str, got: object, remedy: str = "", function: str = "HDF5Dataset"
+) -> ShardError:
+    """Return the error of a file that is not as expected."""
+    return ShardError(explain(function, str(where), expected=expected, got=got, remedy=remedy))
+
+
 def missing_framework(extra: str, framework: str, error: ImportError) -> MissingDependencyError:
     """Return the error of `ms.torch`, `ms.jax` and `ms.keras` if their framework is not installed."""
     remedy = f"pip install 'mpistrat[{extra}]'"

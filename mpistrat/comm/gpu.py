@@ -477,7 +477,7 @@ class NcclCommunicator:
         with self._stream:
             self._sum(arrays, sources)
 
-    def drop(self, error: BaseException | None = None) -> None:
+    def drop(self, error: BaseException) -> None:
         """End sums in flight, after an error: abort the communicators unless all of them end by themselves within a second."""
         last = [done for _, done in self._unfinished]
         self._unfinished = []
@@ -485,7 +485,7 @@ class NcclCommunicator:
             started = self._stream.record()
             last.append(lambda: started.done)
         if not wait_until(lambda: all(done() for done in last), _LAST_PART):
-            self._abort(error or RuntimeError("ranks started other sums"))
+            self._abort(error)
 
     def all_reduce(self, arrays: Sequence[Any], sources: Sequence[Any] | None = None) -> None:
         """Sum contiguous CuPy arrays of one dtype and size over all replicas; one for each local GPU, in order.

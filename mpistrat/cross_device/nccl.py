@@ -54,7 +54,9 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
         require_nccl("NcclAllReduce")
         self.num_packs = num_packs
         self._communicator: NcclCommunicator | None = None
-        self._early = _EarlyBlocks(self._start, lambda: self._connected().drop())
+        self._early = _EarlyBlocks(
+            self._start, lambda: self._connected().drop(RuntimeError("ranks started other sums"))
+        )
         self._on_host = HierarchicalAllReduce()
         self._unknown = MpiAllReduce()
 

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any, final
 
 from ..base.arguments import integer
-from ..base.errors import ShardError
+from ..base.errors import ShardError, shard_error
 from ..base.text import counted, decimal_size
-from .files.handles import shard_error
-from .files.remote import RemoteFile, attempts, file_system, is_pattern, naming
+from .files.remote import RemoteFile, attempts, file_system, is_pattern, is_web, naming
 from .nodes.node import Node
 from .shards.files import PathLike
 
@@ -157,8 +156,7 @@ def _found(url: str, folder: Path, system: Any, path: str) -> tuple[list[tuple[s
             raise _error(url, "at least one file", "no match", "Look at the address.")
         files = [(name, _remote(system, name, _place(system, folder, name), infos[name])) for name in sorted(infos)]
         return files, [file.path for _, file in files]
-    web = url.startswith(("http://", "https://"))
-    if url.endswith("/") if web else system.info(path)["type"] == "directory":
+    if url.endswith("/") if is_web(url) else system.info(path)["type"] == "directory":
         place, root = _place(system, folder, path.rstrip("/")), path.rstrip("/") + "/"
         infos = system.find(path, detail=True)
         if not infos:

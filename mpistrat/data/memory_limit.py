@@ -7,7 +7,7 @@ from pathlib import Path
 from ..base.errors import explain
 from ..base.text import decimal_size
 
-__all__ = ["available_memory", "require_memory"]
+__all__ = ["available_memory", "bytes_of", "require_memory"]
 
 _MEMINFO = Path("/proc/meminfo")
 _GROUPS = Path("/proc/self/cgroup")
@@ -24,14 +24,21 @@ def available_memory() -> int | None:
 
 
 def _system() -> int | None:
+    return bytes_of(_MEMINFO, "MemAvailable")
+
+
+def bytes_of(path: Path, name: str) -> int | None:
+    """Return the bytes of a line "NAME: 12 kB" of a file of the system; None if there is none.
+
+    Example:
+        >>> bytes_of(Path("/proc/none"), "MemTotal") is None
+        True
+    """
     try:
-        lines = _MEMINFO.read_text().splitlines()
-    except OSError:
+        with path.open("rb") as file:
+            return next(1024 * int(line.split()[1]) for line in file if line.startswith(f"{name}:".encode()))
+    except (OSError, StopIteration):
         return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
 
 
 def _control_groups() -> int | None:

@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import json
 import os
-import runpy
 import socket
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from typing import Any, final
 from ..base import local_socket
 from ..base.environment import RANK_PROCESS, STANDBY, STARTED
 from ..base.programs import program as own_program
+from ..base.programs import put_on_path, run_program
 from ..comm import job_files
 from .end_with_parent import end_with_parent
 
@@ -116,8 +116,7 @@ def words_of(program: list[str]) -> list[str] | None:
 def main(words: list[str]) -> None:
     """Wait as a standby process, then run a program. `words` is its command line without the interpreter."""
     with local_socket.connect(os.environ[_PLACE].encode()) as connection:
-        if not getattr(sys.flags, "safe_path", False):  # like Python does for the program
-            sys.path.insert(0, os.getcwd() if words[0] == "-m" else str(Path(words[0]).resolve().parent))
+        put_on_path(words)
         _import_ahead()
         message = connection.makefile("rb").readline()
     if not message:
@@ -125,12 +124,7 @@ def main(words: list[str]) -> None:
     _put_back()
     os.environ.update(json.loads(message))
     job_files.expect_end_under_launcher(waited=True)
-    if words[0] == "-m":
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = words
-        runpy.run_path(words[0], run_name="__main__")
+    run_program(words)
 
 
 def _put_back() -> None:

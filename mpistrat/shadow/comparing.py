@@ -12,7 +12,7 @@ import numpy as np
 from ..base.context import Parameter
 from ..base.errors import DifferenceError
 from ..base.text import counted, named, ranges, shortened
-from .folder import Folder, Point, RecordedStep, packed, unpacked
+from .folder import Folder, Point, RecordedStep, joint_digests, packed, unpacked
 from .samples import difference, sample_like, tolerance
 from .session import Replay, Session
 
@@ -115,8 +115,7 @@ class Comparing(Session):
     def _pass_begins(self, names: Sequence[str], digests: np.ndarray) -> None:
         self._reply.rows[f"rows{len(self._reply.names)}"] = digests
         self._reply.names.append(list(names))
-        joint = [column.tobytes() for column in np.ascontiguousarray(digests.T)]
-        found = [self._rows_of.get(digest, []) for digest in joint]
+        found = [self._rows_of.get(digest, []) for digest in joint_digests(digests)]
         self._mine, self._ambiguous = _chosen(found) if all(found) else (None, False)
 
     def _recorded(self, operation: str) -> list[tuple[int, np.ndarray, np.ndarray]]:
@@ -254,8 +253,8 @@ class Comparing(Session):
         left, extra, total = recorded.copy(), dict[int, list[tuple[int, int]]](), 0
         for rank, reply in enumerate(replies):
             for number in range(len(reply.names)):
-                for row, column in enumerate(np.ascontiguousarray(reply.rows[f"rows{number}"].T)):
-                    digest, total = column.tobytes(), total + 1
+                for row, digest in enumerate(joint_digests(reply.rows[f"rows{number}"])):
+                    total += 1
                     left[digest] -= 1
                     if left[digest] < 0:
                         extra.setdefault(rank, []).append((number, row))
@@ -280,7 +279,7 @@ class Comparing(Session):
     def _whereabouts(self, digests: np.ndarray, names: Sequence[str]) -> str:
         """Return where a row that is not in the step comes from."""
         assert self._step is not None
-        joint = np.ascontiguousarray(digests).tobytes()
+        (joint,) = joint_digests(digests[:, None])
         if joint in self._rows_of:
             return f"the first is row {self._rows_of[joint][0][1]} of the batch, which ranks have more often than one process"
         known = self.folder.rows().get(joint)

@@ -14,7 +14,7 @@ import numpy as np
 from ..base.errors import explain
 from ..base.files import replacing
 
-__all__ = ["Folder", "RecordedPass", "Point", "RecordedStep", "packed", "unpacked"]
+__all__ = ["Folder", "Point", "RecordedPass", "RecordedStep", "joint_digests", "packed", "unpacked"]
 
 _FORMAT = 1
 
@@ -42,6 +42,11 @@ class Point(NamedTuple):
     axis: int | None = None
 
 
+def joint_digests(digests: np.ndarray) -> list[bytes]:
+    """Return a digest for each row of all inputs together, of digests of shape (inputs, rows)."""
+    return [column.tobytes() for column in np.ascontiguousarray(digests.T)]
+
+
 class RecordedPass(NamedTuple):
     """The rows of a pass.
 
@@ -58,7 +63,7 @@ class RecordedPass(NamedTuple):
     @property
     def joint(self) -> list[bytes]:
         """A digest for each row of all inputs together."""
-        return [column.tobytes() for column in np.ascontiguousarray(self.digests.T)]
+        return joint_digests(self.digests)
 
 
 class RecordedStep(NamedTuple):

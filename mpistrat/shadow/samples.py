@@ -27,7 +27,16 @@ import numpy as np
 
 from ..base.types import IndexedSlices
 
-__all__ = ["TensorSample", "difference", "epsilon_of", "host", "row_digests", "sample", "sample_like", "tolerance"]
+__all__ = [
+    "TensorSample",
+    "difference",
+    "epsilon_of",
+    "host",
+    "row_digests",
+    "sample",
+    "sample_like",
+    "tolerance",
+]
 
 _FACTOR = 4.0
 _LEAST_OF_ROW = 16  # elements of each row, however many rows there are
@@ -53,18 +62,21 @@ class TensorSample(NamedTuple):
 def host(value: Any) -> tuple[np.ndarray, str] | None:
     """Return a value of floating numbers as a NumPy array with the name of its dtype; None for any other value."""
     if isinstance(value, IndexedSlices):
-        dense = np.zeros(tuple(value.dense_shape or ()), np.asarray(value.values).dtype)
-        np.add.at(dense, np.asarray(value.indices), np.asarray(value.values))
-        value = dense
+        value = value.to_dense()
     dtype = str(getattr(value, "dtype", "")).rpartition(".")[2]
     if "float" not in dtype:
         return None
-    if hasattr(value, "detach"):  # torch's
-        value = value.detach()
-        value = (value.to_dense() if value.is_sparse else value).cpu().double().numpy()
-    elif hasattr(value, "get") and not isinstance(value, np.ndarray):  # CuPy's
-        value = value.get()
+    value = _in_host_memory(value)
+    if hasattr(value, "detach"):
+        value = (value.to_dense() if value.is_sparse else value).double().numpy()
     return np.asarray(value), dtype
+
+
+def _in_host_memory(value: Any) -> Any:
+    """Return an array of NumPy for one of CuPy, a tensor on the CPU without gradients for one of torch, else the value."""
+    if hasattr(value, "detach"):
+        return value.detach().cpu()
+    return value.get() if hasattr(value, "get") and not isinstance(value, np.ndarray) else value
 
 
 def epsilon_of(dtype: str) -> float:
@@ -139,11 +151,9 @@ def tolerance(deviation: float, epsilon: float, summands: float, scale: float) -
 
 def row_digests(array: Any, rows: int) -> np.ndarray:
     """Return a number for each row, which changes with any of its bits."""
+    array = _in_host_memory(array)
     if hasattr(array, "detach"):
-        array = array.detach().cpu()
         array = array.float().numpy() if "bfloat16" in str(array.dtype) else array.numpy()
-    elif hasattr(array, "get") and not isinstance(array, np.ndarray):
-        array = array.get()
     flat = np.ascontiguousarray(array).reshape(rows, -1)
     found = (hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in flat)
     return np.array([int.from_bytes(each, "little") for each in found], np.uint64)

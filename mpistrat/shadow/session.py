@@ -51,6 +51,8 @@ class Session(Observer):
 
     Attributes:
         done: True after the last step.
+        begun: True once a pass of this step has started.
+        inputs_known: True if the rows of this pass are those of the arguments of `strategy.run`.
     """
 
     def __init__(self, folder: Folder, steps: int, stop: bool = False) -> None:
@@ -61,10 +63,10 @@ class Session(Observer):
 
     def _start_step(self) -> None:
         self._counts: collections.Counter[str] = collections.Counter()
-        self._passes, self._begun, self._rows = 0, False, 0
+        self._passes, self.begun, self._rows = 0, False, 0
         self._widest = 1.0
         self._gradients: list[Parameter] = []
-        self._inputs_of_run = False
+        self.inputs_known = False
         self._batch: Any = ()
         self._about = ""
 
@@ -78,13 +80,13 @@ class Session(Observer):
             return
         self.check(strategy)
         inputs = _inputs("argument", (tuple(args), dict(kwargs)))
-        self._inputs_of_run = False
+        self.inputs_known = False
         if not inputs:  # its rows may be those of the last batch
-            if self._begun:
+            if self.begun:
                 return
             inputs = _inputs("batch", self._batch)
         self.begin(inputs, self.variables_of(strategy))
-        self._inputs_of_run = bool(inputs)
+        self.inputs_known = bool(inputs)
 
     def gradients(
         self, strategy: Any, optimizer: Any, replicas: Sequence[Sequence[tuple[Any, Any]]], aggregate: bool
@@ -92,7 +94,7 @@ class Session(Observer):
         if self.done or strategy.extended.is_default:
             return
         self.check(strategy)
-        if not self._begun:  # a program without strategy.run, or modules
+        if not self.begun:  # a program without strategy.run, or modules
             self.begin(_inputs("batch", self._batch), self.variables_of(strategy))
         factor = getattr(optimizer, "scale", 1.0)  # of torch's sums of means
         for gradient, variable in replicas[0]:
@@ -127,20 +129,10 @@ class Session(Observer):
 
     # the parts of a step
 
-    @property
-    def begun(self) -> bool:
-        """True once a pass of this step has started."""
-        return self._begun
-
-    @property
-    def inputs_known(self) -> bool:
-        """True if the rows of this pass are those of the arguments of `strategy.run`."""
-        return self._inputs_of_run
-
     def begin(self, inputs: Mapping[str, Any], parameters: Iterable[Parameter]) -> None:
         """Begin a pass with these inputs; the first of a step begins the step."""
-        if not self._begun:
-            self._begun = True
+        if not self.begun:
+            self.begun = True
             parameters = list(parameters)
             self._step_begins(parameters)
             for each in parameters:
@@ -174,7 +166,7 @@ class Session(Observer):
 
     def end(self, ranks: Any, parameters: Iterable[Parameter]) -> None:
         """End a step after the update of these parameters. Collective."""
-        if not self._begun:
+        if not self.begun:
             return
         for each in parameters:
             self.value("all", _AFTER.format(each.name), each.value)
@@ -349,7 +341,9 @@ def _round(value: Any, random: np.random.Generator) -> None:
     if hasattr(value, "detach"):
         tensor = value.detach()
         tensor.copy_(tensor.double().mul_(tensor.new_tensor(factors, dtype=tensor.double().dtype)))
-    elif hasattr(value, "get") and not isinstance(value, np.ndarray):  # CuPy's
-        value.set((value.get().astype(np.float64) * factors).astype(value.dtype))
+        return
+    rounded = (array.astype(np.float64) * factors).astype(array.dtype)
+    if hasattr(value, "set"):  # CuPy's
+        value.set(rounded)
     else:
-        value[...] = (value.astype(np.float64) * factors).astype(value.dtype)
+        value[...] = rounded

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
-import runpy
 import sys
 from pathlib import Path
 
+from ..base.programs import put_on_path, run_program
 from ..cluster.launcher_variables import launched_rank
 from .comparing import Comparing
 from .contexts import installed
@@ -34,17 +33,11 @@ def main(words: list[str]) -> None:
         session = Comparing(folder, count, stop=True)
     if importlib.util.find_spec("torch") is not None:  # its hooks must be there before the program's first module
         importlib.import_module("mpistrat.torch")
-    if not getattr(sys.flags, "safe_path", False):  # like Python does for the program
-        sys.path.insert(0, os.getcwd() if program[0] == "-m" else str(Path(program[0]).resolve().parent))
+    put_on_path(program)
     with contextlib.ExitStack() as stack:
         stack.push(lambda kind, error, trace: _report(session, error))
         stack.enter_context(installed(session))
-        if program[0] == "-m":
-            sys.argv = program[1:]
-            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = program
-            runpy.run_path(program[0], run_name="__main__")
+        run_program(program)
 
 
 def _report(session: Session, error: BaseException | None) -> None:

@@ -32,14 +32,9 @@ _DROPOUT: dict[type, Callable[..., torch.Tensor]] = {
 class TorchObserver(Protocol):
     """An object that sees the calls: a session of `shadow/`."""
 
-    @property
-    def done(self) -> bool: ...
-
-    @property
-    def begun(self) -> bool: ...
-
-    @property
-    def inputs_known(self) -> bool: ...
+    done: bool
+    begun: bool
+    inputs_known: bool
 
     def begin(self, inputs: Mapping[str, Any], parameters: Iterable[Parameter]) -> None: ...
 

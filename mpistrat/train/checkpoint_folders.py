@@ -22,7 +22,7 @@ from typing import Any, final
 
 from ..base.errors import explain
 from ..base.files import digest_of_file, remove_dead
-from ..data.files.remote import attempts, file_system, is_url, naming
+from ..data.files.remote import attempts, file_system, is_url, is_web, naming
 from ..timeline.trace import process_group_of
 
 __all__ = ["CheckpointFolder", "LocalFolder", "ObjectStore", "folder_of", "newest_file"]
@@ -91,11 +91,7 @@ class LocalFolder(CheckpointFolder):
         self.folder = self._claim.take()
 
     def steps(self) -> list[int]:
-        try:
-            names = os.listdir(self.folder)  # an unreadable folder raises: a run would start over
-        except (FileNotFoundError, NotADirectoryError):
-            names = []
-        return _numbers(_FILES, names)
+        return _steps_in(self.folder)
 
     def path(self, step: int) -> Path:
         return self.folder / _name(step)
@@ -130,7 +126,7 @@ class ObjectStore(CheckpointFolder):
     def __init__(self, strategy: Any, url: str) -> None:
         self._strategy, self._url = strategy, url.rstrip("/")
         self._stage: tempfile.TemporaryDirectory[str] | None = None  # on rank 0
-        if url.startswith(("http://", "https://")):
+        if is_web(url):
             expected, got = "a folder, or a URL to which files can be written", "that of a web server"
             raise ValueError(explain("Checkpoints", "folder", expected=expected, got=f"{url}: {got}"))
         self._system, self._root = file_system("Checkpoints", self._url, {})
@@ -229,11 +225,15 @@ def newest_file(folder: Path) -> Path | None:
         >>> newest_file(Path("no folder")) is None
         True
     """
-    try:
-        steps = _numbers(_FILES, os.listdir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        steps = []
+    steps = _steps_in(folder)
     return folder / _name(steps[-1]) if steps else None
+
+
+def _steps_in(folder: Path) -> list[int]:
+    try:
+        return _numbers(_FILES, os.listdir(folder))  # an unreadable folder raises: a run would start over
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def _numbers(pattern: str, names: list[str]) -> list[int]:

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..data.memory_limit import bytes_of
+
 __all__ = ["RankPlace", "commit", "peak_memory", "place_of"]
 
 _STATUS, _MEMINFO = Path("/proc/self/status"), Path("/proc/meminfo")
@@ -40,7 +42,7 @@ def place_of(topology: Any) -> RankPlace:
         topology: the ranks, a `Topology`.
     """
     host = topology.hostname or os.uname().nodename
-    return RankPlace(host, tuple(topology.devices), topology.node_cores, _kib(_MEMINFO, "MemTotal:"), _output())
+    return RankPlace(host, tuple(topology.devices), topology.node_cores, bytes_of(_MEMINFO, "MemTotal"), _output())
 
 
 def peak_memory() -> int | None:
@@ -50,16 +52,7 @@ def peak_memory() -> int | None:
         >>> peak_memory() is None or peak_memory() > 1_000_000
         True
     """
-    return _kib(_STATUS, "VmHWM:")
-
-
-def _kib(path: Path, name: str) -> int | None:
-    """Return the bytes of a line "NAME 12 kB" of a file of the system."""
-    try:
-        with path.open("rb") as file:
-            return next(1024 * int(line.split()[1]) for line in file if line.startswith(name.encode()))
-    except (OSError, StopIteration):
-        return None
+    return bytes_of(_STATUS, "VmHWM")
 
 
 def _output() -> str:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...base.errors import ShardError
+from ...base.errors import ShardError, shard_error
 from ...base.text import counted
 from ..stats import StageStats
 from .chunked import ChunkedReader
 from .contiguous import MappedReader, PositionalReader
-from .handles import OpenFiles, ShardFile, shard_error
+from .handles import OpenFiles, ShardFile
 from .library import LibraryReader, all_kept
 from .remote import RemotePath
 from .storage import Chunks, Contiguous, FieldReader, Pointers, RowIndex, Storage

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...base.errors import ShardError
+from ...base.errors import ShardError, shard_error
 from ..buffers import take_rows
 from ..stats import StageStats
 from .codecs import DecodeError
-from .handles import DAMAGED, ShardFile, open_bytes, shard_error
+from .handles import DAMAGED, ShardFile, open_bytes
 from .storage import Chunks, FieldReader, Storage
 
 __all__ = ["CACHE_BYTES", "ChunkCache", "ChunkFiles", "ChunkedReader"]

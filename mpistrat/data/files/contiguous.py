@@ -29,10 +29,10 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ...base.errors import ShardError
+from ...base.errors import ShardError, shard_error
 from ..buffers import take_rows
 from ..stats import StageStats
-from .handles import Descriptor, OpenFiles, ShardFile, shard_error
+from .handles import Descriptor, OpenFiles, ShardFile
 from .storage import Contiguous, FieldReader, Storage
 
 __all__ = ["Extent", "JoinedMap", "MappedReader", "PositionalReader", "assign_addresses", "join"]

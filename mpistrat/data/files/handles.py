@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from ...base.errors import ClosedError, LayoutError, MissingDependencyError, ShardError, explain
+from ...base.errors import ClosedError, LayoutError, MissingDependencyError, ShardError, explain, shard_error
 from ...cluster.topology import running_mpi
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ __all__ = [
     "open_bytes",
     "open_hdf5",
     "open_hdf5_files",
-    "shard_error",
 ]
 
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
@@ -45,13 +44,6 @@ _PATIENCE = 10.0  # seconds that the end of MPI waits for running reads
 
 NOT_UTF8 = "The text is in another encoding, such as Latin-1: write it in UTF-8, or do not name the field."
 DAMAGED = "The file is damaged: copy it again, or write the shards again."
-
-
-def shard_error(
-    where: object, expected: str, got: object, remedy: str = "", function: str = "HDF5Dataset"
-) -> ShardError:
-    """Return the error of a file that is not as expected."""
-    return ShardError(explain(function, str(where), expected=expected, got=got, remedy=remedy))
 
 
 @dataclass(frozen=True)
@@ -101,9 +93,7 @@ def open_hdf5(path: StoredPath, driver: str | None = None, function: str = "HDF5
         raise shard_error(path, "a path on this machine", "a URL", "Leave driver out.", function)
     try:
         if not isinstance(path, Path):
-            from .remote import open_remote_hdf5
-
-            return open_remote_hdf5(path)
+            return h5py.File(path.open(under_lock=True), "r")
         return h5py.File(path, "r", **(mpi_io_options(path) if driver == "mpio" else {}))
     except ShardError:
         raise

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...base.errors import MpistratError
+from ...base.errors import MpistratError, shard_error
 from ..buffers import LastRead, take_rows
-from .handles import DAMAGED, NOT_UTF8, OpenFiles, ShardFile, shard_error
+from .handles import DAMAGED, NOT_UTF8, OpenFiles, ShardFile
 from .storage import FieldReader, OnlyHDF5, Storage
 
 if TYPE_CHECKING:

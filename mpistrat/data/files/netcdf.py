@@ -12,16 +12,16 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ...base.errors import MpistratError, ShardError, explain
+from ...base.errors import MpistratError, ShardError, explain, shard_error
 from ...base.lazy import load_optional
 from ...base.text import counted
 from ..nodes.sources import row_content, short_digest
 from ..shards.files import PathLike
 from ..shards.objects import Refused, check_filters, find
 from ..spec import ArraySpec, stacked_nbytes
-from .handles import DAMAGED, ShardFile, open_hdf5, shard_error
+from .handles import DAMAGED, ShardFile, open_hdf5
 from .inputs import Fields, input_files, left_out_words, names_in, structure_of
-from .remote import RemotePath, StoredPath, refuse_url, remote_hdf5_file
+from .remote import RemotePath, StoredPath, refuse_url
 from .units import FieldFiles, StoredField
 
 __all__ = ["NetCDFFiles"]
@@ -150,7 +150,7 @@ def _store(xarray: Any, path: StoredPath, classic: bool, group: str) -> Any:
     if classic:
         return xarray.backends.ScipyDataStore(str(path), mode="r")
     load_optional("h5netcdf", _FUNCTION, "h5netcdf, which reads these files", _INSTALL)
-    file = remote_hdf5_file(path) if isinstance(path, RemotePath) else str(path)
+    file = path.open(under_lock=True) if isinstance(path, RemotePath) else str(path)
     return xarray.backends.H5NetCDFStore.open(file, mode="r", group=group or None)
 
 

@@ -13,14 +13,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import Any, TypeVar, final
 
-from ...base.errors import MissingDependencyError, MpistratError, ShardError, explain
+from ...base.errors import MissingDependencyError, MpistratError, explain, shard_error
 from ...base.lazy import load_optional
 from ..buffers import LastRead
-
-if TYPE_CHECKING:
-    import h5py
 
 __all__ = [
     "RemoteFile",
@@ -31,9 +28,8 @@ __all__ = [
     "file_system",
     "is_pattern",
     "is_url",
+    "is_web",
     "naming",
-    "open_remote_hdf5",
-    "remote_hdf5_file",
     "opened_to_scan",
     "refuse_url",
     "remote_files",
@@ -55,10 +51,6 @@ _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryEr
 T = TypeVar("T")
 
 
-def _error(where: object, expected: str, got: object, remedy: str, function: str) -> ShardError:
-    return ShardError(explain(function, str(where), expected=expected, got=got, remedy=remedy))
-
-
 def is_url(path: object) -> bool:
     """Return True for a URL such as "s3://bucket/a.zarr".
 
@@ -71,6 +63,16 @@ def is_url(path: object) -> bool:
     )
 
 
+def is_web(url: str) -> bool:
+    """Return True for the URL of a web server.
+
+    Example:
+        >>> is_web("https://host/a.tar"), is_web("s3://bucket/a.tar")
+        (True, False)
+    """
+    return url.startswith(("http://", "https://"))
+
+
 def is_pattern(url: str, path: str) -> bool:
     """Return True if an address, and its path in its file system, is a pattern of several files.
 
@@ -78,7 +80,7 @@ def is_pattern(url: str, path: str) -> bool:
         >>> is_pattern("s3://bucket/*.tar", "bucket/*.tar"), is_pattern("https://host/a?b=1", "https://host/a?b=1")
         (True, False)
     """
-    return bool(re.search(r"[*?\[]", path)) and not (url.startswith("http") and "?" in url)
+    return bool(re.search(r"[*?\[]", path)) and not (is_web(url) and "?" in url)
 
 
 def refuse_url(function: str, path: object, why: str) -> None:
@@ -93,7 +95,7 @@ def refuse_url(function: str, path: object, why: str) -> None:
     if is_url(path):
         url = str(path)
         remedy = f"Copy the files to this node first, and read the copies: ms.data.download({url!r}, folder)."
-        raise _error(url, "a path on this machine", f"a URL ({why})", remedy, function)
+        raise shard_error(url, "a path on this machine", f"a URL ({why})", remedy, function)
 
 
 def attempts(call: Callable[[], T]) -> T:
@@ -127,16 +129,16 @@ def naming(function: str, url: str, expected: str) -> Iterator[None]:
         if isinstance(raised, FileNotFoundError):  # fsspec's for whatever a web server answers, too
             cause = raised.__cause__
             if cause is None or getattr(cause, "status", None) == 404 or isinstance(cause, FileNotFoundError):
-                raise _error(url, expected, "no such file", "Look at the address.", function) from raised
+                raise shard_error(url, expected, "no such file", "Look at the address.", function) from raised
             error = cause
         remedy = "Check the address, the credentials and the network of this node."
-        raise _error(url, expected, f"{type(error).__name__}: {error}", remedy, function) from error
+        raise shard_error(url, expected, f"{type(error).__name__}: {error}", remedy, function) from error
 
 
 def web_options(function: str, url: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a file system; of a web server with time limits for connections that are silent."""
     settings = dict(options)
-    if url.startswith(("http://", "https://")) and "client_kwargs" not in settings:
+    if is_web(url) and "client_kwargs" not in settings:
         aiohttp = load_optional("aiohttp", function, "aiohttp, which reads from web servers", _INSTALL)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT, sock_read=_SILENCE)
         settings["client_kwargs"] = {"timeout": timeout}
@@ -160,7 +162,7 @@ def file_system(function: str, url: str, options: Mapping[str, Any]) -> tuple[An
         raise
     except Exception as error:
         expected = "a URL that fsspec knows, such as s3://bucket/train/ or https://host/a.h5"
-        raise _error(url, expected, f"{type(error).__name__}: {error}", "", function) from error
+        raise shard_error(url, expected, f"{type(error).__name__}: {error}", "", function) from error
     return system, path
 
 
@@ -190,12 +192,20 @@ class RemoteFile:
         version = next((str(info[key]) for key in _VERSIONS if info.get(key) is not None), "")
         return cls(url, None if size is None else int(size), version)
 
+    def require_same(self, function: str, now: RemoteFile) -> None:
+        """Raise ShardError if the file has changed since then."""
+        if now != self:
+            expected = "the file as it was opened (URL, bytes, version)"
+            remedy = "Files must not change while they are read: make a new dataset."
+            raise shard_error(self.url, expected, f"{now} instead of {self}", remedy, function)
+
 
 @final
 class RemoteStatus:
     """The part of `os.stat_result` that readers of files compare."""
 
     def __init__(self, file: RemoteFile, size: int) -> None:
+        self.file = file
         self.st_mode, self.st_ino, self.st_size = stat.S_IFREG, 0, size
         self.st_mtime_ns = int.from_bytes(hashlib.sha256(file.version.encode()).digest()[:7], "big")
         self.st_ctime_ns = self.st_mtime_ns
@@ -284,28 +294,21 @@ class RemotePath:
         Raises:
             ShardError: it is not there, cannot be looked at, or its server does not give its size.
         """
-        file, size = self._look()
-        self._first = self._first or file
-        return RemoteStatus(file, size)
-
-    def _look(self) -> tuple[RemoteFile, int]:
         system, name = self.system()
         with naming(self._function, self._url, "a file that can be read"):
             file = attempts(lambda: RemoteFile.of(self._function, system, name))
         if file.size is None:
             expected, remedy = "the size of the file", "Copy it by hand, and read the copy."
-            raise _error(self._url, expected, "a server that does not give it", remedy, self._function)
-        return file, file.size
+            raise shard_error(self._url, expected, "a server that does not give it", remedy, self._function)
+        self._first = self._first or file
+        return RemoteStatus(file, file.size)
 
     def check(self) -> RemoteStatus:
         """Return its size and version; raise unless the file is as it was when it was first looked at."""
-        file, size = self._look()
-        self._first = self._first or file
-        if self._first != file:
-            expected = "the file as it was opened (URL, bytes, version)"
-            remedy = "Files must not change while they are read: make a new dataset."
-            raise _error(self._url, expected, f"{file} instead of {self._first}", remedy, self._function)
-        return RemoteStatus(file, size)
+        status = self.stat()
+        if self._first is not None:
+            self._first.require_same(self._function, status.file)
+        return status
 
     def open(
         self, mode: str = "rb", buffering: int = -1, block: int = _BLOCK, under_lock: bool = False
@@ -327,7 +330,7 @@ class RemoteRanges:
         self._path, self.size = path, size
         system, name = path.system()
         options: dict[str, Any] = {"cache_type": "none"}
-        if str(path).startswith(("http://", "https://")):
+        if is_web(str(path)):
             options["size"] = self.size  # else it asks once more
             version = path.version
             if version.startswith('"'):  # a strong one
@@ -459,18 +462,6 @@ def opened_to_scan(path: StoredPath) -> Any:
     return path.open(block=_SCANNED) if isinstance(path, RemotePath) else path.open("rb")
 
 
-def open_remote_hdf5(path: RemotePath) -> h5py.File:
-    """Open a remote HDF5 file for reading. Raises what h5py raises, and ShardError for the connection."""
-    import h5py
-
-    return h5py.File(remote_hdf5_file(path), "r")
-
-
-def remote_hdf5_file(path: RemotePath) -> RemoteStream:
-    """Return a remote file as a file object that h5py opens."""
-    return path.open(under_lock=True)
-
-
 def stored_path(function: str, path: Any, options: Mapping[str, Any] | None) -> StoredPath:
     """Return a path or the address of a remote file, which fsspec's file system opens with some arguments.
 
@@ -497,8 +488,7 @@ def remote_files(path: RemotePath, wanted: Callable[[RemotePath], bool]) -> list
     with naming(path.function, url, "files that can be read"):
         if is_pattern(url, name):
             return addresses(each for each, info in system.glob(name, detail=True).items() if info["type"] == "file")
-        web = url.startswith(("http://", "https://"))
-        if url.endswith("/") if web else system.isdir(name):
+        if url.endswith("/") if is_web(url) else system.isdir(name):
             found = system.ls(name, detail=True)
             return list(filter(wanted, addresses(each["name"] for each in found if each["type"] == "file")))
     return [path]

@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 
 from ...base import nest
 from ...base.arguments import integer
+from ...base.errors import shard_error
 from ...base.lazy import load_optional
 from ..nodes.sources import row_content, short_digest
 from ..shards.belonging import sparse_format
 from ..shards.files import PathLike
 from ..shards.objects import Refused, check_filters, field_of, find, find_group
 from ..spec import ArraySpec, stacked_nbytes
-from .handles import DAMAGED, shard_error
+from .handles import DAMAGED
 from .inputs import Fields, structure_of
 from .remote import RemotePath, stored_path
 from .stored import StoredHDF5

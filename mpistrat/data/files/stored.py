@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
-from ...base.errors import MpistratError
+from ...base.errors import MpistratError, shard_error
 from ..nodes.sources import short_digest
 from ..shards.objects import Refused
-from .handles import DAMAGED, OpenFiles, ShardFile, open_bytes, open_hdf5_files, shard_error
+from .handles import DAMAGED, OpenFiles, ShardFile, open_bytes, open_hdf5_files
 from .remote import StoredPath
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...base import nest
-from ...base.errors import MpistratError, explain
+from ...base.errors import MpistratError, explain, shard_error
 from ...base.lazy import load_optional
 from ...base.text import counted, shortened
 from ..buffers import LastRead, RowBuffers
@@ -28,7 +28,7 @@ from ..shards.files import PathLike
 from ..spec import ArraySpec, row_nbytes
 from ..stats import StageStats
 from .columns import UnfitColumn, column_of, column_spec, kind_of, outer_column, to_numpy
-from .handles import ShardFile, shard_error
+from .handles import ShardFile
 from .inputs import Fields, input_files, left_out_words, names_in, structure_of
 from .remote import RemotePath, StoredPath, opened_to_scan
 from .units import empty_rows, place_rows

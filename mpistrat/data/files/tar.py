@@ -13,12 +13,12 @@ from typing import Any, final
 import numpy as np
 
 from ...base import nest
-from ...base.errors import MpistratError, ShardError, explain
+from ...base.errors import MpistratError, ShardError, explain, shard_error
 from ...base.text import counted
 from ..nodes.samples import FileSamples
 from ..shards.files import PathLike
 from .decoders import Decoder, check_used, checked_decoders, decoder_of, keys_of
-from .handles import ShardFile, shard_error
+from .handles import ShardFile
 from .inputs import Fields, input_files, left_out_words, names_in, structure_of
 from .remote import StoredPath, opened_to_scan
 from .stored import StoredBytes

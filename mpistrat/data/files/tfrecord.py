@@ -13,14 +13,14 @@ from typing import Any, cast, final
 import numpy as np
 
 from ...base import nest
-from ...base.errors import MpistratError, explain
+from ...base.errors import MpistratError, explain, shard_error
 from ...base.text import counted
 from ..nodes.samples import FileSamples
 from ..shards.files import PathLike
 from ..spec import ArraySpec, spec_of_element
 from .decoders import Decoder, check_used, checked_decoders
 from .examples import features_of, required
-from .handles import ShardFile, shard_error
+from .handles import ShardFile
 from .inputs import Fields, input_files, left_out_words, names_in, structure_of
 from .remote import StoredPath, opened_to_scan
 from .stored import StoredBytes

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...base.errors import ShardError
+from ...base.errors import ShardError, shard_error
 from ..buffers import LastRead
 from ..stats import StageStats
-from .handles import DAMAGED, NOT_UTF8, ShardFile, open_bytes, shard_error
+from .handles import DAMAGED, NOT_UTF8, ShardFile, open_bytes
 from .storage import FieldReader, Storage
 
 __all__ = ["POINTER", "VaryingReader"]

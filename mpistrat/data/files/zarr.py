@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...base import nest
-from ...base.errors import explain
+from ...base.errors import explain, shard_error
 from ...base.lazy import load_optional
 from ..nodes.sources import row_content, short_digest
 from ..shards.files import PathLike
 from ..spec import ArraySpec
-from .handles import ShardFile, shard_error
+from .handles import ShardFile
 from .inputs import Fields, left_out_words, structure_of
 from .remote import RemoteFile, file_system, is_url, web_options
 from .units import FieldFiles, StoredField
@@ -118,11 +118,7 @@ class _RemoteMetadata:
         self._file = RemoteFile.of("from_zarr", system, name, system.info(name))
 
     def check(self) -> None:
-        found = RemoteFile.of("from_zarr", self._system, self._name)
-        if found != self._file:
-            expected = "the file as it was opened (URL, bytes, version)"
-            remedy = "Files must not change while they are read: make a new dataset."
-            raise _error(self._file.url, expected, f"{found} instead of {self._file}", remedy)
+        self._file.require_same("from_zarr", RemoteFile.of("from_zarr", self._system, self._name))
 
 
 @final

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Union
 
 from ...base import log
-from ...base.errors import ShardError, explain
+from ...base.errors import ShardError, explain, shard_error
 from ...base.files import algorithm_of, digest_of_ends, digest_of_file
 from ...base.text import decimal_size
-from ..files.handles import ShardFile, shard_error
+from ..files.handles import ShardFile
 from ..files.remote import RemotePath, StoredPath, is_url, remote_files
 from .manifest import Field, Manifest, ShardEntry, read_manifest
 

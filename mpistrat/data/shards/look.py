@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...base import log
-from ...base.errors import ShardError
+from ...base.errors import ShardError, shard_error
 from ...base.text import decimal_size
 from ..files.codecs import Pipeline
-from ..files.handles import DAMAGED, ShardFile, open_hdf5, shard_error
+from ..files.handles import DAMAGED, ShardFile, open_hdf5
 from ..files.remote import RemotePath, StoredPath
 from ..files.storage import Chunks, Contiguous, Layout, OnlyHDF5, Pointers, Storage
 from ..files.varying import POINTER

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...base.errors import ShardError
+from ...base.errors import ShardError, shard_error
 from ...base.files import read_whole, replacing
-from ..files.handles import shard_error
 
 if TYPE_CHECKING:
     from ..files.remote import StoredPath

@@ -156,10 +156,7 @@ class Transport(ABC):
         _check_what(what, "push")
         kind, nbytes = _PUSH_AND_COMMIT if commit else MessageKind.PUSH, spec.nbytes
         array = array if array.flags.c_contiguous else np.ascontiguousarray(array)
-        payload, number = (flat_bytes(array),), self.pushed + 1
-        self._post(Fragment(kind, variable, number, 0, what, version, 0, nbytes, nbytes), payload)
-        self.pushed = number
-        count(self.stats.pushes, variable, nbytes)
+        self._push(Fragment(kind, variable, self.pushed + 1, 0, what, version, 0, nbytes, nbytes), (flat_bytes(array),))
 
     @final
     def push_encoded(
@@ -180,11 +177,10 @@ class Transport(ABC):
             encoding: the index of its encoding in `WIRES`.
         """
         _check_what(what, "push")
-        kind, number = MessageKind.PUSH_ENCODED + encoding, self.pushed + 1
+        kind = MessageKind.PUSH_ENCODED + encoding
         kind = kind | MessageKind.ENDS_STEP if commit else kind
-        self._post(Fragment(kind, variable, number, 0, what, version, 0, message.nbytes, message.nbytes), (message,))
-        self.pushed = number
-        count(self.stats.pushes, variable, message.nbytes)
+        nbytes = message.nbytes
+        self._push(Fragment(kind, variable, self.pushed + 1, 0, what, version, 0, nbytes, nbytes), (message,))
 
     @final
     def push_rows(
@@ -219,9 +215,12 @@ class Transport(ABC):
             numbers.nbytes + values.nbytes,
         )
         number = self.pushed + 1
-        self._post(Fragment(kind, variable, number, numbers.size, what, version, 0, nbytes, nbytes), payload)
-        self.pushed = number
-        count(self.stats.pushes, variable, nbytes)
+        self._push(Fragment(kind, variable, number, numbers.size, what, version, 0, nbytes, nbytes), payload)
+
+    def _push(self, fragment: Fragment, payload: tuple[Any, ...]) -> None:
+        self._post(fragment, payload)
+        self.pushed = fragment.number
+        count(self.stats.pushes, fragment.variable, fragment.total)
 
     @final
     def commit(self, *, what: int = 0) -> None:

@@ -45,7 +45,7 @@ def test_the_best_weights_are_there_at_the_end(in_files, mpi_tmp_path):
         with pytest.raises(Interrupt):
             run(ms.MultiWorkerMirroredStrategy, folder / "cut", stop=23)  # within epoch 4
         epoch, best, weights, found = run(ms.MultiWorkerMirroredStrategy, folder / "cut")
-        assert (epoch, best, sorted(weights)[-2:]) == (5, 3, [4, 5])  # it goes on before epoch 4, perhaps before 3
+        assert (epoch, best, sorted(weights)[-2:]) == (5, 3, [4, 5])  # the newest checkpoint may be that of epoch 2
         expected = run(ms.MultiWorkerMirroredStrategy)[3]
         np.testing.assert_allclose(found, expected, rtol=1e-12)
         found = run(ms.MultiWorkerMirroredStrategy, folder / "cut")[3]  # a run that has ended

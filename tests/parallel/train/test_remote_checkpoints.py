@@ -1,5 +1,6 @@
-"""Checkpoints in an object store: a run that is interrupted goes on, on other ranks too, and what is not whole does not exist."""
+"""Checkpoints in an object store: an interrupted run resumes, on other ranks too, and incomplete files are not listed."""
 
+import contextlib
 import logging
 import os
 
@@ -10,6 +11,7 @@ import mpistrat as ms
 from mpistrat.data.files import remote as remotes
 from tests.harness.interruptions import Interrupt, Stop
 from tests.harness.linear_trainer import dataset, trainer
+from tests.harness.object_store import s3_server
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -35,7 +37,7 @@ def one_variable(strategy, url, **options):
 
 
 def a_run_in(url: str, listed) -> None:
-    """Interrupted twice, it ends as without; then one rank alone goes on from its file, and all ranks from its."""
+    """A run that is interrupted twice has a whole one's results; then one rank resumes from its file, and all from that."""
     from mpi4py import MPI
 
     with ms.MultiWorkerMirroredStrategy() as strategy:
@@ -85,23 +87,17 @@ def test_s3(mpi_tmp_path, monkeypatch):
     from mpi4py import MPI
 
     pytest.importorskip("s3fs")
-    servers = pytest.importorskip("moto.server")
-    server = None
-    if MPI.COMM_WORLD.rank == 0:
-        server = servers.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-        server.start()
-    url = MPI.COMM_WORLD.bcast(None if server is None else "http://{}:{}".format(*server.get_host_and_port()))
-    for name, value in (("AWS_ACCESS_KEY_ID", "a"), ("AWS_SECRET_ACCESS_KEY", "b"), ("AWS_ENDPOINT_URL", url)):
-        monkeypatch.setenv(name, value)
-    try:
+    pytest.importorskip("moto.server")
+    comm = MPI.COMM_WORLD
+    with s3_server() if comm.rank == 0 else contextlib.nullcontext((None, None)) as (_, options):
+        for name, value in zip(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "ab", strict=True):
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", comm.bcast(options and options["client_kwargs"]["endpoint_url"]))
         system = fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True)
-        if server is not None:
-            system.call_s3("create_bucket", Bucket="bucket")
-        a_run_in("s3://bucket/run", lambda: sorted(name.rpartition("/")[2] for name in system.ls("bucket/run")))
-    finally:
-        MPI.COMM_WORLD.barrier()
-        if server is not None:
-            server.stop()
+        try:
+            a_run_in("s3://bucket/run", lambda: sorted(name.rpartition("/")[2] for name in system.ls("bucket/run")))
+        finally:
+            comm.barrier()
 
 
 @pytest.mark.ranks(1, 2)

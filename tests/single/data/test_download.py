@@ -21,6 +21,7 @@ from mpistrat.data import copies, download
 from mpistrat.data.files import remote as remotes
 from mpistrat.errors import MissingDependencyError, ShardError
 from tests.harness.file_server import FileServer, serving
+from tests.harness.object_store import s3_server
 from tests.harness.sources import ROWS, SOURCES, WITH_FILES, V, X, written
 
 fsspec = pytest.importorskip("fsspec")
@@ -108,16 +109,8 @@ def test_folders_of_other_file_systems(tmp_path: Path, remote: Path) -> None:
 
 def test_s3(tmp_path: Path, remote: Path) -> None:
     """moto's server speaks S3."""
-    pytest.importorskip("s3fs")
-    servers = pytest.importorskip("moto.server")
     filled(remote, ["train/a.bin", "train/b.bin"])
-    server = servers.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        options = {"key": "a", "secret": "b", "client_kwargs": {"endpoint_url": f"http://{host}:{port}"}}
-        system = fsspec.filesystem("s3", **options)
-        system.call_s3("create_bucket", Bucket="bucket")
+    with s3_server() as (system, options):
         system.put(str(remote / "train"), "bucket/train", recursive=True)
         for url in ("s3://bucket/train", "s3://bucket/train/"):
             same_files(download(url, tmp_path / "node", storage_options=options), remote / "train")
@@ -127,8 +120,6 @@ def test_s3(tmp_path: Path, remote: Path) -> None:
         for missing in ("s3://bucket/train/no.bin", "s3://absent/train/"):
             with pytest.raises(ShardError, match=f"download: {missing}"):
                 download(missing, tmp_path / "node", storage_options=options)
-    finally:
-        server.stop()
 
 
 @pytest.mark.parametrize(

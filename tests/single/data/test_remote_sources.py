@@ -21,6 +21,7 @@ import mpistrat as ms
 from mpistrat.data.files import handles
 from mpistrat.data.files import remote as remotes
 from mpistrat.errors import ShardError
+from tests.harness.object_store import s3_server
 from tests.harness.range_server import RangeServer, serving_ranges
 from tests.harness.sources import ROWS, SOURCES, WITH_FILES, V, X, npy, write_tar, written
 
@@ -292,9 +293,9 @@ def test_a_program_that_ends_with_open_files(tmp_path: Path, server: RangeServer
     written("hdf5", tmp_path / "remote/files")
     lines = [
         "import mpistrat as ms",
-        "from mpistrat.data.files.remote import open_remote_hdf5",
+        "from mpistrat.data.files.handles import open_hdf5",
         f"data = ms.data.HDF5Dataset('{server.url}/files/')",
-        "file = open_remote_hdf5(data.node.paths[0])",
+        "file = open_hdf5(data.node.paths[0])",
         "print(data.rows([3])['x'], file['x'][3])",
     ]
     program = "\n".join(lines)
@@ -316,7 +317,7 @@ def test_garbage_of_h5py_does_not_block(tmp_path: Path, server: RangeServer) -> 
                 with h5py.File(tmp_path / "remote/files" / dataset.node.paths[0].name) as file:
                     ring: list[Any] = [file["x"]]
                     ring.append(ring)
-                remotes.open_remote_hdf5(dataset.node.paths[0]).close()
+                handles.open_hdf5(dataset.node.paths[0]).close()
         finally:
             gc.set_threshold(*kept)
         done.set()
@@ -327,15 +328,7 @@ def test_garbage_of_h5py_does_not_block(tmp_path: Path, server: RangeServer) -> 
 
 def test_s3(tmp_path: Path) -> None:
     """moto's server speaks S3, with versions."""
-    pytest.importorskip("s3fs")
-    servers = pytest.importorskip("moto.server")
-    server = servers.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        options = {"key": "a", "secret": "b", "client_kwargs": {"endpoint_url": f"http://{host}:{port}"}}
-        system = fsspec.filesystem("s3", **options)
-        system.call_s3("create_bucket", Bucket="bucket")
+    with s3_server() as (system, options):
 
         def opener(source: str) -> Callable[[Any], ms.data.Dataset]:
             calls = {
@@ -365,5 +358,3 @@ def test_s3(tmp_path: Path) -> None:
             for missing in (f"s3://bucket/no-{source}", f"s3://absent/{source}/"):
                 with pytest.raises(ShardError, match=missing.rstrip("/")):
                     len(opener(source)(missing))
-    finally:
-        server.stop()
