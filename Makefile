@@ -129,7 +129,7 @@ test-torch: .venv-torch-$(TORCH)/.test-$(KEY)  ## the tests of PyTorch with anot
 	.venv-torch-$(TORCH)/bin/python -m pytest $(PYTEST_ARGS) tests/single/torch tests/parallel/docs $(wildcard tests/parallel/frameworks/test_torch*.py) \
 	  -k "test_entry_point or pytorch_over_mpi or (test_torch $(if $(NP),and np$(NP)))"
 
-test-peers:  ## tests that PyTorch, Horovod, Accelerate, Lightning and Transformers wrote, on this package's backend: half an hour; skipped where they cannot be fetched
+test-peers:  ## tests that PyTorch, Horovod, Accelerate, Lightning and Transformers wrote, on this package's backend: a quarter of an hour; skipped where they cannot be fetched
 	@if $(MAKE) .venv-peers/.test-$(KEY); then .venv-peers/bin/python -m tests.peers --output .venv-peers/results; \
 	  else echo "make test-peers: skipped, for pip cannot install $(PEERS)"; fi
 
