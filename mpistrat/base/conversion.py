@@ -68,6 +68,10 @@ def _changed(array: NDArray[Any], found: NDArray[Any]) -> Any:
     old, new = array.dtype.kind, found.dtype.kind
     if array.dtype == found.dtype or new in "OV" or old in "bV" or (old in "USO" and new == "b"):
         return False
+    if (
+        old in "iuf" and array.dtype.itemsize < 8 and np.can_cast(array.dtype, found.dtype)
+    ):  # of int64 to float64 it is True
+        return False
     if new in "US":
         return array.astype(new) != found  # of full length
     if old in "USO":

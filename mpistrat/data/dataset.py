@@ -19,6 +19,7 @@ from ..base.errors import explain
 from ..base.masks import plain_array
 from .feed.feed import DatasetIterator
 from .nodes import batch as batches
+from .nodes import cast as casts
 from .nodes import combine, conditions, endless, group, rebatch, resample, scan, sliding
 from .nodes import flat_map as flat_maps
 from .nodes import list_files as files
@@ -292,6 +293,7 @@ class Dataset:
             raise TypeError(explain("Dataset.with_options", "options", expected="ms.data.Options", got=got))
         return Dataset(Configured(self.node, Options().merge(options)))
 
+    cast = _operator(casts.cast)
     cache = _operator(caches.cache, filename="scope")
 
     def apply(self, transformation_func: Callable[[Dataset], Dataset]) -> Dataset:

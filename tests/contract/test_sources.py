@@ -100,6 +100,31 @@ def test_cached(dataset: ms.data.Dataset) -> None:
         assert labels(cached) == order(2, epoch)
 
 
+def test_cast_while_reading(dataset: ms.data.Dataset, tmp_path: Path) -> None:
+    """The same rows in the same orders, resumed, cached and written in the new dtype; what does not fit is named."""
+    cast = dataset.cast({"x": np.int16, "v": "float64"})
+    assert cast.element_spec == {"x": ms.data.ArraySpec((), np.int16), "v": ms.data.ArraySpec((3,), np.float64)}
+    rows = [22, 0, 3, 3, 9, 10, 21]
+    for found in (cast.rows(rows), cast.cache().rows(rows), cast.batch(ROWS).peek()):
+        numbers = rows if len(found["x"]) == len(rows) else np.arange(ROWS)
+        np.testing.assert_array_equal(found["x"], X[numbers].astype(np.int16), strict=True)
+        np.testing.assert_array_equal(found["v"], V[numbers].astype(np.float64), strict=True)
+    assert labels(cast.shuffle(seed=5, mode="full").batch(4)) == order(5, 0)
+    for mode in ("block", "auto"):
+        both = [each.shuffle(8, seed=5, mode=mode).batch(4) for each in (cast, dataset)]
+        assert labels(both[0]) == labels(both[1])
+        for rank in range(2):
+            resumed = [iter(distribute(each, Workers([1, 1], rank))) for each in both]
+            for iterator in resumed:
+                iterator.restore({"epoch": 0, "next": 2})
+            assert labels(resumed[0]) == labels(resumed[1])
+    assert ms.data.HDF5Dataset(ms.data.write_shards(tmp_path / "shards", cast), "x").element_spec.dtype == np.int16
+    with pytest.raises(ValueError, match=r"Dataset.cast: row 0 of epoch 0: \['v'\]: .* that int64 holds, got 0\.5"):
+        dataset.cast(np.int64).batch(4).peek()
+    with pytest.raises(ValueError, match=r"row 1 of epoch 0: \['x'\]: expected values that bool holds, got 3"):
+        dataset.cast({"x": bool}).batch(4).peek()
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "chunked"])
 def test_written_as_shards(dataset: ms.data.Dataset, layout: str, tmp_path: Path) -> None:
     ms.data.write_shards(tmp_path / "shards", dataset, rows_per_shard=9, layout=layout)

@@ -342,6 +342,8 @@ def _apply(dataset: Dataset, model: Model, name: str, a: int, b: int) -> Both:
         return dataset.map(lambda x: x % (a + 2)).unique(), lambda epoch: first_ones(
             [each(lambda x: x % (a + 2), element) for element in model(epoch)]
         )
+    if name == "cast":
+        return dataset.cast(("f8", "i4", "f4", "c16")[a]).cast({}).cast("i8"), model
     if name == "prefetch":
         return dataset.prefetch(a), model
     if name == "with_options":
@@ -471,9 +473,10 @@ NAMES = [
     "concatenate", "sample_from_datasets", "shuffle", "batch", "padded_batch", "padded_batch of ragged rows", "unbatch",
     "enumerate", "zip", "interleave", "flat_map", "take_while", "unique", "window", "sliding_window", "group_by_window",
     "scan", "choose_from_datasets", "ignore_errors", "rebatch", "ragged_batch", "rejection_resample", "bucket_by_sequence_length",
+    "cast",
 ]  # fmt: skip
-TAKES_RAGGED = ["take", "skip", "shard", "repeat", "filter", "prefetch", "with_options", "cache", "shuffle"]
+TAKES_RAGGED = ["take", "skip", "shard", "repeat", "filter", "prefetch", "with_options", "cache", "shuffle", "cast"]
 AFTER_ENDLESS = [
     "take", "skip", "shard", "repeat", "map", "prefetch", "with_options", "concatenate", "sample_from_datasets", "batch",
-    "padded_batch", "unbatch", "enumerate", "zip", "flat_map",
+    "padded_batch", "unbatch", "enumerate", "zip", "flat_map", "cast",
 ]  # fmt: skip

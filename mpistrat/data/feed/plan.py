@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ...base import nest, partition
 from ...base.errors import explain
 from ..nodes.batch import Batches
+from ..nodes.cast import Cast
 from ..nodes.map import Mapped
 from ..nodes.node import INFINITE, UNKNOWN, Node
 from ..nodes.stage import SameElements
@@ -185,7 +186,7 @@ class SuccessiveBatches(NamedTuple):
     @classmethod
     def of(cls, dataset: Node) -> SuccessiveBatches | None:
         """Return the form of a dataset with random access; None if its batches are reordered."""
-        while isinstance(dataset, (SameElements, Mapped)):
+        while isinstance(dataset, (Cast, SameElements, Mapped)):
             dataset = dataset.parents[0]
         if not isinstance(dataset, Batches):
             return None

@@ -108,6 +108,7 @@ CHAINS = {
     "rebatch": lambda: Dataset.range(20).batch(3).rebatch([4, 2, 1]),
     "choose": lambda: Dataset.choose_from_datasets([Dataset.range(9)] * 2, Dataset.random(1).map(lambda x: x % 2)).batch(3),
     "random": lambda: Dataset.random(3).take(11).batch(4),
+    "cast": lambda: Dataset.range(11).batch(4).cast("f4"),
     "counter": lambda: Dataset.counter(3, 2).take(11).batch(4),
 }  # fmt: skip
 
