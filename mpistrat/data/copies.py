@@ -19,7 +19,7 @@ from typing import Any, final
 from ..base.arguments import integer
 from ..base.errors import ShardError, shard_error
 from ..base.text import counted, decimal_size
-from .files.remote import RemoteFile, attempts, file_system, is_pattern, is_web, naming
+from .files.remote import RemoteFile, attempts, file_system, listed_files, naming
 from .nodes.node import Node
 from .shards.files import PathLike
 
@@ -150,23 +150,20 @@ def _full(system: Any, path: str) -> str:
 
 def _found(url: str, folder: Path, system: Any, path: str) -> tuple[list[tuple[str, _Remote]], Path | list[Path]]:
     """Return the remote files of an address, each with its address in the file system, and the path or paths of their copies."""
-    if is_pattern(url, path):
-        infos = {name: info for name, info in system.glob(path, detail=True).items() if info["type"] == "file"}
-        if not infos:
-            raise _error(url, "at least one file", "no match", "Look at the address.")
-        files = [(name, _remote(system, name, _place(system, folder, name), infos[name])) for name in sorted(infos)]
-        return files, [file.path for _, file in files]
-    if url.endswith("/") if is_web(url) else system.info(path)["type"] == "directory":
+    kind, infos = listed_files(system, url, path, deep=True)
+    if not infos:
+        expected, got = (
+            ("at least one file", "no match") if kind == "pattern" else ("a folder of files", "an empty one, or none")
+        )
+        raise _error(url, expected, got, "Look at the address.")
+    if kind == "folder":
         place, root = _place(system, folder, path.rstrip("/")), path.rstrip("/") + "/"
-        infos = system.find(path, detail=True)
-        if not infos:
-            raise _error(url, "a folder of files", "an empty one, or none", "Look at the address.")
         outside = [name for name in infos if not name.startswith(root) or ".." in name.split("/")]
         if outside:
             raise _error(url, f"files in {root}", outside[0])
         return [(name, _remote(system, name, place / name[len(root) :], infos[name])) for name in sorted(infos)], place
-    file = _remote(system, path, _place(system, folder, path), {})
-    return [(path, file)], file.path
+    files = [(name, _remote(system, name, _place(system, folder, name), infos[name])) for name in sorted(infos)]
+    return files, files[0][1].path if kind == "file" else [file.path for _, file in files]
 
 
 def _place(system: Any, folder: Path, path: str) -> Path:

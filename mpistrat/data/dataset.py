@@ -164,12 +164,22 @@ class Dataset:
         return spec if batching is None else batch_spec(spec, batching.size if batching.drop_remainder else None)
 
     def element(self, epoch: int, position: int) -> Any:
-        """Return one element of an epoch; iterators do not change."""
+        """Return one element of an epoch; iterators do not change.
+
+        Raises:
+            IndexError: there is no such element.
+        """
+        function, length = "Dataset.element", self.cardinality()
+        epoch, position = integer(function, "epoch", epoch, 0), integer(function, "position", position, 0)
         self.node.check()
-        if not self.node.random_access:
-            return next(self.node.elements(epoch, position))
-        rows = self.node.gather(*self.node.locate(epoch, position))
-        return rows if self.node.batching is not None else nest.map_structure(lambda leaf: leaf[0], rows)
+        there = not 0 <= length <= position
+        if there and self.node.random_access:
+            rows = self.node.gather(*self.node.locate(epoch, position))
+            return rows if self.node.batching is not None else nest.map_structure(lambda leaf: leaf[0], rows)
+        for element in self.node.elements(epoch, position) if there else ():
+            return element
+        expected = f"0 <= position < {length}" if length >= 0 else "the position of an element"
+        raise IndexError(explain(function, "position", expected=expected, got=position))
 
     def options(self) -> Options:
         """Return the options set by `with_options` (TF: tf.data.Dataset.options)."""

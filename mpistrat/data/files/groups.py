@@ -13,7 +13,7 @@ from ...base import nest
 from ...base.text import counted
 from ..nodes.samples import FileSamples
 from ..nodes.sources import short_digest
-from ..shards.files import PathLike, is_hdf5, natural_key
+from ..shards.files import OTHER_SUFFIXES, PathLike, is_hdf5, natural_key
 from ..shards.objects import Refused, Unreadable, check_filters, field_of, find, find_group
 from ..spec import ArraySpec
 from .handles import open_hdf5_files
@@ -37,6 +37,7 @@ class GroupSamples(FileSamples):
     """
 
     function = "from_groups"
+    without_samples = "Look at the files, and pass the group that has the samples (within=)"
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class GroupSamples(FileSamples):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self._structure = structure_of("from_groups", "fields", fields)
-        paths, shared = input_files("from_groups", files, is_hdf5, options), open_hdf5_files()
+        paths, shared = input_files("from_groups", files, is_hdf5, options, OTHER_SUFFIXES), open_hdf5_files()
         self._files = [StoredHDF5("from_groups", path, shared) for path in paths]
         self._samples: list[tuple[int, str]] = []  # the file and the name of each group
         self._names = names_in(self._structure) if self._structure is not None else []

@@ -11,7 +11,7 @@ from typing import Any
 from ...base import nest
 from ...base.errors import ShardError, explain
 from ...base.text import shortened
-from ..shards.files import PathLike, natural_key
+from ..shards.files import PathLike, natural_key, refuse_endings
 from .remote import RemotePath, StoredPath, remote_files, stored_path
 
 __all__ = ["Fields", "input_files", "left_out_words", "names_in", "structure_of"]
@@ -23,7 +23,7 @@ Fields = str | Sequence[str] | Mapping[str, str] | None
 
 def input_files(
     function: str, files: PathLike | Sequence[PathLike], wanted: Callable[[StoredPath], bool],
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None, others: tuple[str, ...] = (),
 ) -> list[StoredPath]:  # fmt: skip
     """Return the files that a path, a directory, a pattern or a list of paths names; each may be a URL.
 
@@ -32,6 +32,7 @@ def input_files(
         files: what the user passed.
         wanted: returns True for the files of a directory that are read.
         options: arguments of fsspec's file system for URLs.
+        others: endings that a directory may not have among the files that are not read, since rows would be left out silently.
 
     Raises:
         ShardError: no file is there.
@@ -39,10 +40,17 @@ def input_files(
     paths: list[StoredPath]
     if isinstance(files, (str, os.PathLike)):
         path = stored_path(function, files, options)
+
+        def read(path: StoredPath) -> bool:
+            if not wanted(path):
+                refuse_endings(function, [path], others)
+                return False
+            return True
+
         if isinstance(path, RemotePath):
-            paths = sorted(remote_files(path, wanted), key=natural_key)
+            paths = sorted(remote_files(path, read), key=natural_key)
         elif path.is_dir():
-            paths = sorted(filter(wanted, path.iterdir()), key=natural_key)
+            paths = sorted(filter(read, path.iterdir()), key=natural_key)
         elif not path.exists() and glob.has_magic(str(path)):
             paths = sorted(map(Path, glob.glob(str(path))), key=natural_key)
         else:

@@ -29,6 +29,7 @@ __all__ = [
     "is_pattern",
     "is_url",
     "is_web",
+    "listed_files",
     "naming",
     "opened_to_scan",
     "refuse_url",
@@ -474,21 +475,33 @@ def stored_path(function: str, path: Any, options: Mapping[str, Any] | None) -> 
     return RemotePath(function, os.fspath(path), options or {}) if is_url(path) else Path(path).absolute()
 
 
-def remote_files(path: RemotePath, wanted: Callable[[RemotePath], bool]) -> list[RemotePath]:
-    """Return the files of an address: those that a pattern names, the wanted ones of a folder, or the one file.
+def listed_files(system: Any, url: str, name: str, *, deep: bool) -> tuple[str, dict[str, Mapping[str, Any]]]:
+    """Return what an address is, a "pattern", "folder" or "file", and its files, each with what a list of files says of it.
 
     A folder of a web server ends with "/", and its page lists its files.
+
+    Args:
+        system: its file system.
+        url: the address.
+        name: the address in its file system.
+        deep: also list files in folders of a folder.
     """
+    if is_pattern(url, name):
+        found = system.glob(name, detail=True)
+        return "pattern", {each: info for each, info in found.items() if info["type"] == "file"}
+    if not (url.endswith("/") if is_web(url) else system.isdir(name)):
+        return "file", {name: {}}
+    if deep:
+        return "folder", system.find(name, detail=True)
+    return "folder", {info["name"]: info for info in system.ls(name, detail=True) if info["type"] == "file"}
+
+
+def remote_files(path: RemotePath, wanted: Callable[[RemotePath], bool]) -> list[RemotePath]:
+    """Return the files of an address: those that a pattern names, the wanted ones of a folder, or the one file."""
     system, name = path.system()
-    url = str(path)
-
-    def addresses(names: Iterable[str]) -> list[RemotePath]:
-        return [path.at(str(system.unstrip_protocol(each))) for each in names]
-
-    with naming(path.function, url, "files that can be read"):
-        if is_pattern(url, name):
-            return addresses(each for each, info in system.glob(name, detail=True).items() if info["type"] == "file")
-        if url.endswith("/") if is_web(url) else system.isdir(name):
-            found = system.ls(name, detail=True)
-            return list(filter(wanted, addresses(each["name"] for each in found if each["type"] == "file")))
-    return [path]
+    with naming(path.function, str(path), "files that can be read"):
+        kind, found = listed_files(system, str(path), name, deep=False)
+    if kind == "file":
+        return [path]
+    files = [path.at(str(system.unstrip_protocol(each))) for each in found]
+    return files if kind == "pattern" else list(filter(wanted, files))

@@ -52,6 +52,8 @@ class _Matrix:
             for part, dataset in datasets.items():
                 if dataset is None or dataset.ndim != 1 or dataset.dtype.kind not in "biufc":
                     raise Refused(f"no {part} along one axis")
+                if part != "data" and dataset.dtype.kind not in "iu":
+                    raise Refused(f"{part} of {dataset.dtype}, which are not integers")
                 check_filters(dataset)
             self.dtypes = {part: dataset.dtype.newbyteorder("=") for part, dataset in datasets.items()}
             indptr = datasets["indptr"][...].astype(np.int64)

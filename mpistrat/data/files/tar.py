@@ -7,7 +7,7 @@ import hashlib
 import re
 import tarfile
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -26,34 +26,61 @@ from .stored import StoredBytes
 __all__ = ["TarSamples"]
 
 _KEY = "__key__"
+_COMPRESSED = (".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst", ".tar.lz4")
 _BLOCK = 512
+_SCANNED = 1 << 20  # bytes after the end of an archive that are read together
 _META = re.compile(r"__[^/]*__($|/)")  # members about the archive, which WebDataset leaves out too
 _NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)", re.DOTALL)
 
-_Members = dict[str, tuple[int, int]]  # of a sample: the first byte and the number of bytes of each field
+_Members = dict[
+    str, tuple[int, int] | str
+]  # of a sample: the first byte and the number of bytes of each field, or its link
 
 
 _error = functools.partial(shard_error, function="from_tar")
 
 
 def _headers(path: StoredPath) -> Iterator[tarfile.TarInfo]:
-    """Return an iterator over the members of an archive, which must have its end."""
+    """Return an iterator over the members of the archives of a file, one after the other, each of which must have its end."""
     remedy = "If it is compressed (.tar.gz), decompress it: only then has it random access. Else copy it again."
-    try:
-        with opened_to_scan(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
-            empty = archive.firstmember is None  # type: ignore[attr-defined]  # then `next` raises an error in Python 3.10
-            while not empty and (member := archive.next()) is not None:
-                archive.members.clear()  # type: ignore[attr-defined]  # they would be kept
-                yield member
-            file.seek(archive.offset)
-            ended = file.read(_BLOCK) == bytes(_BLOCK)
-            place = archive.offset
-    except ShardError:
-        raise
-    except (tarfile.TarError, OSError, ValueError) as error:
-        raise _error(path, "a whole tar archive", f"{type(error).__name__}: {error}", remedy) from error
-    if not ended:  # tarfile ends there silently
-        raise _error(path, f"a member or the end of the archive at byte {place}", "neither", "Copy the file again.")
+    with opened_to_scan(path) as file:
+        start: int | None = 0
+        while start is not None:
+            try:
+                place = yield from _archive(file, start)
+                start = _next_archive(file, place)
+            except ShardError:
+                raise
+            except (tarfile.TarError, OSError, ValueError) as error:
+                expected = "a whole tar archive" if not start else f"a second archive at byte {start}, or the end"
+                raise _error(path, expected, f"{type(error).__name__}: {error}", remedy) from error
+            if start == place:  # tarfile ends there silently
+                remedy = "Copy the file again."
+                raise _error(path, f"a member or the end of the archive at byte {place}", "neither", remedy)
+
+
+def _archive(file: Any, start: int) -> Generator[tarfile.TarInfo, None, int]:
+    """Yield the members of the archive at a byte of a file, and return where they end."""
+    file.seek(start)
+    with tarfile.open(fileobj=file, mode="r:") as archive:
+        empty = archive.firstmember is None  # type: ignore[attr-defined]  # then `next` raises an error in Python 3.10
+        while not empty and (member := archive.next()) is not None:
+            archive.members.clear()  # type: ignore[attr-defined]  # they would be kept
+            yield member
+        return archive.offset
+
+
+def _next_archive(file: Any, place: int) -> int | None:
+    """Return the first byte after the zeros that end an archive: of the next one (tar -A, cat); None at the end of the file."""
+    file.seek(place)
+    if not (zeros := file.read(_BLOCK)):
+        return place
+    while zeros:
+        if any(zeros):
+            return place + (len(zeros) - len(zeros.lstrip(b"\0"))) // _BLOCK * _BLOCK
+        place += len(zeros)
+        zeros = file.read(_SCANNED)
+    return None
 
 
 def _samples(path: StoredPath) -> Iterator[tuple[str, _Members]]:
@@ -63,9 +90,8 @@ def _samples(path: StoredPath) -> Iterator[tuple[str, _Members]]:
         match = _NAME.fullmatch(member.name)
         if match is None or _META.match(member.name):
             continue
-        if member.islnk():
-            raise _error(f"{path}: {member.name}", "a member that is stored as a whole", f"a link to {member.linkname}")
-        if not member.isreg():
+        link = member.linkname if member.islnk() or member.issym() else None
+        if not member.isreg() and link is None:
             continue
         if member.issparse():
             raise _error(f"{path}: {member.name}", "a member that is stored as a whole", "a sparse one")
@@ -76,9 +102,14 @@ def _samples(path: StoredPath) -> Iterator[tuple[str, _Members]]:
         field = match[2].lower()
         if field in members:
             raise _error(f"{path}: {key}", f"one member {field!r} of a sample", "two")
-        members[field] = member.offset_data, member.size
+        members[field] = (member.offset_data, member.size) if link is None else link
     if key is not None:
         yield key, members
+
+
+def _extension(name: str) -> str:
+    """Return the name of a field as members have it."""
+    return name.lower().removeprefix(".")
 
 
 @final
@@ -93,8 +124,8 @@ class TarSamples(FileSamples):
     ) -> None:  # fmt: skip
         self._structure = structure_of("from_tar", "fields", fields)
         given = checked_decoders("from_tar", decode or {})
-        chosen = {name.lower().removeprefix("."): decoder for name, decoder in given.items()}
-        paths = input_files("from_tar", files, lambda path: path.suffix.lower() == ".tar", options)
+        chosen = {_extension(name): decoder for name, decoder in given.items()}
+        paths = input_files("from_tar", files, lambda path: path.suffix.lower() == ".tar", options, _COMPRESSED)
         self._bytes = StoredBytes("from_tar", [ShardFile.of(path, "from_tar") for path in paths])
         self._names: list[str] = []
         self._left_out: set[str] = set()
@@ -108,18 +139,24 @@ class TarSamples(FileSamples):
         if self._structure is None:
             self._structure = {name: name for name in self._names}
         self._table = np.asarray(self._places, np.int64).reshape(len(self._keys), len(self._names), 2)
-        self._decoders = {name: decoder_of(name, chosen) for name in self._names}
-        check_used("from_tar", chosen, set().union(*map(keys_of, self._names)), self._names)
+        extensions = {name: _extension(name) for name in self._names}
+        self._decoders = {name: decoder_of(extension, chosen) for name, extension in extensions.items()}
+        check_used("from_tar", chosen, set().union(*map(keys_of, extensions.values())), self._names)
 
     def _add(self, number: int, path: StoredPath, key: str, members: _Members) -> None:
         if self._structure is None and not self._keys:
             self._names = list(members)
         for name in self._names:
-            if name not in members:
+            place = members.get(_extension(name))
+            if place is None:
                 remedy = "Name the fields that all samples have with fields=."
                 raise _error(f"{path}: {key}", f"a member {name!r}", f"members {list(members)}", remedy)
-            self._places.extend(members[name])
-        self._left_out.update(members.keys() - self._names)
+            if isinstance(place, str):
+                remedy = "Write the archive with --dereference --hard-dereference, or name other fields with fields=."
+                expected, got = "a member that is stored as a whole", f"a link to {place}"
+                raise _error(f"{path}: {key}.{name}", expected, got, remedy)
+            self._places.extend(place)
+        self._left_out.update(members.keys() - set(map(_extension, self._names)))
         self._keys.append(key)
         self._files.append(number)
 

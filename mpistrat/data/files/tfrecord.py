@@ -30,6 +30,7 @@ __all__ = ["Features", "RecordSamples"]
 Features = Fields | Mapping[str, ArraySpec]
 
 _ENDINGS = (".tfrecord", ".tfrecords", ".tfrec")
+_COMPRESSED = tuple(ending + packed for ending in _ENDINGS for packed in (".gz", ".gzip", ".zlib"))
 _HEADER, _CHECKSUM = (
     struct.Struct("<QI"),
     struct.Struct("<I"),
@@ -79,6 +80,7 @@ class RecordSamples(FileSamples):
     """
 
     function = "from_tfrecord"
+    without_samples = f"Give specs of the features: {_VARYING}"
 
     def __init__(
         self, files: PathLike | Sequence[PathLike], features: Features, decode: Mapping[str, Decoder] | None,
@@ -86,7 +88,9 @@ class RecordSamples(FileSamples):
     ) -> None:  # fmt: skip
         self._decoders = checked_decoders("from_tfrecord", decode or {})
         self._specs, names = _specs_and_names(features)
-        paths = input_files("from_tfrecord", files, lambda path: path.name.lower().endswith(_ENDINGS), options)
+        paths = input_files(
+            "from_tfrecord", files, lambda path: path.name.lower().endswith(_ENDINGS), options, _COMPRESSED
+        )
         self._bytes = StoredBytes("from_tfrecord", [ShardFile.of(path, "from_tfrecord") for path in paths])
         self._files, self._places = array("q"), array("q")
         for number, path in enumerate(paths):
@@ -110,7 +114,9 @@ class RecordSamples(FileSamples):
                 if name not in self._specs:
                     self._specs[name] = spec_of_element(self._value(name, first.get(name), 0))
         known = all(name in self._specs for name in self._names)
-        self.element_spec = nest.map_structure(self._specs.__getitem__, self._structure) if known else None
+        self.element_spec = (
+            nest.map_structure(self._specs.__getitem__, self._structure) if self._names and known else None
+        )
 
     def __len__(self) -> int:
         return len(self._files)
@@ -158,6 +164,8 @@ class RecordSamples(FileSamples):
             if spec is None or None not in spec.shape:
                 raise _Unfit(f"expected values, got none. Where they may be missing, their length varies: {_VARYING}.")
             return np.empty([length or 0 for length in spec.shape], spec.dtype)
+        if name in self._decoders:
+            raise _Unfit(f"expected bytes, which its decoder gets, got {values.dtype}. Leave it out of decode")
         if spec is None:
             return values[0] if values.size == 1 else values
         return _shaped(values, spec)

@@ -98,6 +98,7 @@ class _Samples(Mapped):
     """The samples of an object: a source, implemented as a function of row numbers."""
 
     _noun = "row"
+    _without_samples = "Give element_spec."
     _remedy = (
         "Map the object's samples to such values; ms.data.Dataset.ignore_errors leaves out rows that raise an error."
     )
@@ -137,8 +138,8 @@ class _Samples(Mapped):
     def _learn(self) -> Any:
         if self._length:
             return super()._learn()
-        expected, remedy = "a first sample, to learn what samples look like", "Give element_spec."
-        raise ValueError(explain(self._name, "samples", expected=expected, got="none", remedy=remedy))
+        expected = "a first sample, to learn what samples look like"
+        raise ValueError(explain(self._name, "samples", expected=expected, got="none", remedy=self._without_samples))
 
     def fingerprint(self) -> int | None:
         """Return a number that differs if the items of a list do; None for other objects, whose samples may be random."""
@@ -219,7 +220,13 @@ class SourceFiles(ABC):
 
 
 class FileSamples(SourceFiles):
-    """Samples in files, by row number."""
+    """Samples in files, by row number.
+
+    Attributes:
+        without_samples: what to do if there is none, for errors.
+    """
+
+    without_samples = "Give element_spec."
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -241,6 +248,10 @@ class _SamplesOfFiles(_Samples):
     @property
     def _source(self) -> str:
         return str(self._samples.function)
+
+    @property
+    def _without_samples(self) -> str:  # type: ignore[override]
+        return str(self._samples.without_samples)
 
     def describe(self) -> str:
         return str(self._samples.describe()) + self._workers()

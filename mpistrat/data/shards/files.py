@@ -21,6 +21,7 @@ from ..files.remote import RemotePath, StoredPath, is_url, remote_files
 from .manifest import Field, Manifest, ShardEntry, read_manifest
 
 __all__ = [
+    "OTHER_SUFFIXES",
     "FileSet",
     "PathLike",
     "check_ends",
@@ -28,6 +29,7 @@ __all__ = [
     "is_small",
     "manifest_path",
     "natural_key",
+    "refuse_endings",
     "remember_whole",
     "resolve",
     "set_pattern",
@@ -38,6 +40,8 @@ PathLike = Union[str, "os.PathLike[str]"]
 MANIFEST = "manifest.json"
 _FUNCTION = "HDF5Dataset"
 _SUFFIXES = (".h5", ".hdf5")
+#: Endings of other HDF5 files, which a folder is not searched for.
+OTHER_SUFFIXES = (".h5ad", ".h5mu", ".hdf", ".hd5", ".he5", ".loom", ".nc", ".nc4", ".cool", ".mcool")
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,17 @@ def _directory(directory: Path) -> FileSet:
     manifests = sorted(path for path in found if path.name.endswith(MANIFEST))
     if found and not paths and not manifests:
         raise _without_hdf5(directory, found)
+    if not manifests:
+        refuse_endings(_FUNCTION, found, OTHER_SUFFIXES)
     return _listed_or_promised(directory, paths, manifests)
+
+
+def refuse_endings(function: str, found: Iterable[StoredPath], endings: tuple[str, ...]) -> None:
+    """Raise for a file of a folder with one of some endings: leaving it out would lose rows silently."""
+    for path in found:
+        if path.name.lower().endswith(endings) and not path.name.startswith("."):
+            expected, got = "a file with an ending that is read from a folder", f"{path.name} next to such files"
+            raise shard_error(path, expected, got, "Name the files that you mean, by a pattern or a list.", function)
 
 
 def _listed_or_promised(directory: StoredPath, paths: Sequence[StoredPath], manifests: Sequence[StoredPath]) -> FileSet:
@@ -269,8 +283,18 @@ def resolve(files: PathLike | Sequence[PathLike], options: Mapping[str, Any] | N
 
 
 def _remote(url: RemotePath) -> FileSet:
-    found = sorted(remote_files(url, lambda path: is_hdf5(path) or path.name.endswith(MANIFEST)), key=natural_key)
+    others: list[RemotePath] = []  # of a folder
+
+    def wanted(path: RemotePath) -> bool:
+        read = is_hdf5(path) or path.name.endswith(MANIFEST)
+        if not read:
+            others.append(path)
+        return read
+
+    found = sorted(remote_files(url, wanted), key=natural_key)
     manifests = [path for path in found if path.name.endswith(MANIFEST)]
+    if found and not manifests:
+        refuse_endings(_FUNCTION, others, OTHER_SUFFIXES)
     return _listed_or_promised(url, [path for path in found if path not in manifests], manifests)
 
 

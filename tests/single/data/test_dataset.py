@@ -295,3 +295,20 @@ def test_namedtuples_of_other_fields_are_not_relabelled() -> None:
         list(from_arrays(Point(numbers, numbers)).concatenate(from_arrays(other(numbers, numbers))))
     with pytest.raises(ValueError, match=r"structure Point\(x: \*, y: \*\), got Point\(y: \*, x: \*\)"):
         list(Dataset.from_generator(lambda: iter([Point(1, 2), other(1, 2)])))
+
+
+@pytest.mark.parametrize("order", ["random", "in order", "batches"])
+def test_an_element_that_does_not_exist(order):
+    rows = from_arrays(np.arange(4))
+    rows = rows.filter(lambda x: True) if order == "in order" else rows.batch(1) if order == "batches" else rows
+    assert np.asarray(rows.element(0, np.int64(3))).item() == 3
+    with pytest.raises(IndexError, match="Dataset.element: position: expected .*, got 4"):
+        rows.element(0, 4)
+    with pytest.raises(ValueError, match="Dataset.element: position: expected at least 0, got -1"):
+        rows.element(0, -1)
+    for epoch, position in ((0, 1.0), (0.0, 1), (0, True)):
+        with pytest.raises(TypeError, match="Dataset.element: (epoch|position): expected an integer, got"):
+            rows.element(epoch, position)
+    for indices in ([0.0], [True], ["0"], [1j], 1.5):
+        with pytest.raises(IndexError, match="Dataset.rows: indices: expected integers in one axis"):
+            from_arrays(np.arange(4)).rows(indices)

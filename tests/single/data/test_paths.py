@@ -39,6 +39,17 @@ def test_a_folder_of_other_hdf5_files_says_which_it_has(tmp_path):
         write(tmp_path / name)
     with pytest.raises(ShardError, match=r"files that end in \.nc, \.txt.*name them: .*/\*\.nc"):
         ms.data.HDF5Dataset(tmp_path)
+    write(tmp_path / "c.hdf5")
+    for made in (ms.data.HDF5Dataset, ms.data.from_groups):
+        with pytest.raises(ShardError, match=r"[ab]\.nc: expected a file with an ending that is read from a folder"):
+            made(tmp_path, "x")
+    for name in ("a.nc", "b.nc"):
+        (tmp_path / name).rename(tmp_path / f"{name}.hidden")
+    assert len(ms.data.HDF5Dataset(tmp_path, "x")) == 5
+    (tmp_path / "d.H5AD").write_bytes(b"")
+    with pytest.raises(ShardError, match=r"d\.H5AD: expected a file with an ending"):
+        ms.data.HDF5Dataset(tmp_path, "x")
+    assert len(ms.data.HDF5Dataset(tmp_path / "*.hdf5", "x")) == 5
     (tmp_path / "empty").mkdir()
     with pytest.raises(ShardError, match="at least one HDF5 file, got no match"):
         ms.data.HDF5Dataset(tmp_path / "empty")

@@ -250,6 +250,17 @@ def test_shards_in_the_order_of_the_manifest(tmp_path: Path, server: RangeServer
         ms.data.HDF5Dataset(f"{server.url}/files/")
 
 
+def test_files_of_other_endings_are_not_left_out(tmp_path: Path, server: RangeServer) -> None:
+    folder = tmp_path / "remote/files"
+    ms.data.write_shards(folder, {"x": X}, num_shards=1)
+    (folder / "b.h5ad").write_bytes(b"")
+    assert len(ms.data.HDF5Dataset(f"{server.url}/files/")) == len(X)  # those of the manifest
+    (folder / "manifest.json").unlink()
+    for made in (ms.data.HDF5Dataset, ms.data.from_groups):
+        with pytest.raises(ShardError, match=r"b\.h5ad: expected a file with an ending that is read from a folder"):
+            made(f"{server.url}/files/")
+
+
 def test_texts_and_rows_of_other_lengths(tmp_path: Path, server: RangeServer) -> None:
     folder = tmp_path / "remote/files"
     folder.mkdir()

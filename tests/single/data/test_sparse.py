@@ -139,6 +139,8 @@ def test_a_shuffle_reads_each_unit_once(tmp_path: Path) -> None:
         ("data", [1.0], "indptr does not fit 50 rows"),
         ("data", [[1.0]], "no data along one axis"),
         ("indices", [b"a"], "no indices along one axis"),
+        ("indices", [0.0], "indices of float64, which are not integers"),
+        ("indptr", np.zeros(ROWS + 1, np.float32), "indptr of float32, which are not integers"),
     ],
 )
 def test_parts_that_do_not_fit(path: Path, part: str, values: Any, reason: str) -> None:

@@ -246,6 +246,49 @@ def test_a_sparse_member(tmp_path: Path) -> None:
         from_tar(path)
 
 
+@pytest.mark.parametrize("padding", [0, 512, 20_000, 3 << 20])
+def test_archives_one_after_the_other_in_a_file(padding: int, tmp_path: Path) -> None:
+    """As `cat` makes them: tarfile ends at the first end of an archive."""
+    parts = [write(tmp_path / f"{n}.tar", {f"{n}.txt": b"word", f"{n}.cls": b"%d" % n}).read_bytes() for n in range(3)]
+    path = tmp_path / "all.tar"
+    path.write_bytes(bytes(padding // 512 * 512).join(parts) + bytes(padding))
+    assert [int(x) for x in from_tar(path, "cls")] == [0, 1, 2]
+    path.write_bytes(path.read_bytes() + b"rubbish" * 100)
+    with pytest.raises(
+        ShardError, match=r"all\.tar: expected a member or the end of the archive at byte \d+, got neither"
+    ):
+        from_tar(path, "cls")
+    path.write_bytes(b"".join(parts)[:-10240] + parts[2][:512])
+    with pytest.raises(ShardError, match=r"all\.tar: expected"):
+        from_tar(path, "cls")
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
+def test_links_are_refused_where_they_are_read(kind: bytes, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tar", {"0.txt": b"word", "0.cls": b"0"})
+    with tarfile.open(path, "a") as archive:
+        for name, target in (("1.txt", "0.txt"), ("1.cls", "0.cls"), ("2.txt", "0.txt")):
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = (kind, target) if name != "2.txt" else (tarfile.DIRTYPE, "")
+            archive.addfile(link)
+    with pytest.raises(ShardError, match=r"1\.cls: expected a member that is stored as a whole, got a link to 0\.cls"):
+        from_tar(path, "cls")
+
+
+def test_fields_in_capitals(words: Path) -> None:
+    """Extensions of members are in small letters, those of fields and decoders in any, and with or without a dot."""
+    row = from_tar(words, ["TXT", ".Cls"], decode={".TXT": len}).rows([4])
+    assert {name: array.tolist() for name, array in row.items()} == {"TXT": [6], ".Cls": [1]}
+
+
+@pytest.mark.parametrize("ending", ["tar.gz", "TGZ", "tar.zst"])
+def test_compressed_archives_of_a_folder_are_not_left_out(ending: str, words: Path) -> None:
+    (words.parent / f"more.{ending}").write_bytes(b"")
+    with pytest.raises(ShardError, match=rf"from_tar: .*more\.{ending}: expected a file with an ending that is read"):
+        from_tar(words.parent)
+    assert len(from_tar(words)) == len(from_tar(words.parent / "*.tar")) == ROWS
+
+
 def test_an_iterator_of_paths(tmp_path: Path) -> None:
     """It can be read once."""
     for number in range(2):

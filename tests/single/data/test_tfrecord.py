@@ -252,3 +252,33 @@ def test_a_decoder_of_no_field_is_refused(path: Path) -> None:
         ValueError, match="from_tfrecord: decode: expected names of the fields label, text, got 'image'"
     ):
         list(from_tfrecord(path, ["label", "text"], decode={"image": bytes}))
+
+
+def test_a_decoder_of_numbers_is_refused(path: Path) -> None:
+    decode = {"label": bytes}
+    reason = "record at byte 12: label: expected bytes, which its decoder gets, got int64"
+    with pytest.raises(ValueError, match=reason):
+        from_tfrecord(path, "label", decode=decode)
+    with pytest.raises(ValueError, match=reason):
+        list(from_tfrecord(path, {"label": SPECS["label"]}, decode=decode))
+
+
+def test_files_without_records(path: Path, tmp_path: Path) -> None:
+    """One of several is left out; of these alone the specs are needed."""
+    empty = tmp_path / "0.tfrecord"
+    empty.write_bytes(b"")
+    assert [int(x) for x in from_tfrecord([empty, path, empty], "label")] == [row - 2 for row in range(ROWS)]
+    dataset = from_tfrecord(empty, {"label": SPECS["label"]})
+    assert (len(dataset), list(dataset.batch(2))) == (0, [])
+    for features in (None, ["label"]):
+        with pytest.raises(
+            ValueError, match="from_tfrecord: samples: expected a first sample.*Give specs of the features"
+        ):
+            _ = from_tfrecord(empty, features).element_spec
+
+
+def test_compressed_files_of_a_folder_are_not_left_out(path: Path) -> None:
+    assert len(from_tfrecord(path.parent)) == ROWS
+    (path.parent / "b.tfrecord.gz").write_bytes(b"")
+    with pytest.raises(ShardError, match=r"b\.tfrecord\.gz: expected a file with an ending that is read from a folder"):
+        from_tfrecord(path.parent)
