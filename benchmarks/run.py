@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,6 +100,11 @@ def main() -> None:
                 continue
             with contextlib.closing(Hosts(2)) as hosts:
                 run(env, benchmark, RANKS_OVER_HOSTS.get(benchmark, 4), hosts, options)
+    if find_spec("matplotlib") is None:
+        print(
+            f"no plots: {sys.executable} has no matplotlib; with one that has: python benchmarks/plot.py {options.output}"
+        )
+        return
     subprocess.run([sys.executable, str(ROOT / "benchmarks" / "plot.py"), str(options.output)], check=True)
 
 

@@ -133,14 +133,18 @@ def _time(text: str) -> str:
     """Return a time limit as [DAYS-]HOURS:MINUTES:SECONDS, also of one like 90m or 1h30m."""
     if re.fullmatch(r"(\d{1,3}-)?\d{1,4}:\d\d:\d\d", text, re.ASCII):
         return text
-    units = re.fullmatch(r"(?:(\d{1,3})d)?(?:(\d{1,4})h)?(?:(\d{1,5})m)?(?:(\d{1,7})s)?", text, re.ASCII)
+    units = re.fullmatch(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?", text, re.ASCII)
     if not text or units is None:
         raise argparse.ArgumentTypeError(
             f"expected [DAYS-]HOURS:MINUTES:SECONDS, or a number with d, h, m or s, as in 90m, got {text!r:.80}"
         )
     days, hours, minutes, seconds = (int(number or 0) for number in units.groups())
     minutes, seconds = divmod(((days * 24 + hours) * 60 + minutes) * 60 + seconds, 60)
-    return f"{minutes // 60:02}:{minutes % 60:02}:{seconds:02}"
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 1000 * 24:
+        raise argparse.ArgumentTypeError(f"expected less than 1000 days, got {text!r}")
+    whole, hours = divmod(hours, 24) if hours > 9999 else (0, hours)  # the most hours that a job takes
+    return f"{f'{whole}-' if whole else ''}{hours:02}:{minutes:02}:{seconds:02}"
 
 
 def _add(

@@ -42,71 +42,72 @@ _SHOWN = 0.1  # seconds between two changes of the bar
 _NONE = "NA"  # for a result that an epoch does not have
 
 
-class _File(Callback, abc.ABC):
-    """A file of one rank with a line per epoch. Only errors at the start end training."""
+class _File(Logger):
+    """A file of one rank with a line per epoch, and one for each call of `record`, as `Monitor.scalar` makes it."""
 
     def __init__(self, path: str | os.PathLike[str], append: bool = False) -> None:
-        self._path, self._append = Path(path).absolute(), append
-        self._begun = self._removed = False
-        self._recording = WarnOnce(f"{type(self).__name__}: {path}", Exception)
+        super().__init__(f"{type(self).__name__}: {path}")
+        self._path, self._append, self._removed = Path(path).absolute(), append, False
 
-    def on_train_begin(self, loop: Loop) -> None:
-        if not loop.tells:
-            return
+    def open(self, loop: Loop) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if loop.step and self._path.exists():  # resumed, perhaps before the last lines
             with self._path.open(encoding="utf-8", errors="replace") as file:  # the end may be incomplete
-                kept = "".join(line for line in file if self._precedes(line, loop.epoch))
+                kept = "".join(line for line in file if self._precedes(line, loop))
             self._path.write_text(kept, encoding="utf-8")
-        with self._path.open("a" if self._append or loop.step else "w", encoding="utf-8"):
-            self._begun = True
+        self._path.open("a" if self._append or loop.step else "w", encoding="utf-8").close()
 
-    def _precedes(self, line: str, epoch: int) -> bool:
+    def _precedes(self, line: str, loop: Loop) -> bool:
         try:
-            found = self.epoch_of(line)
-        except (ValueError, KeyError, TypeError):  # an incomplete line
+            epoch, step = self.moment_of(line)
+        except (ValueError, KeyError, TypeError, IndexError):  # an incomplete line
             return False
-        return found is None or found < epoch
+        return epoch < loop.epoch if epoch is not None else step is None or step <= loop.step
 
     @abc.abstractmethod
-    def epoch_of(self, line: str) -> int | None:
-        """Return the epoch of a line, None for a heading."""
+    def moment_of(self, line: str) -> tuple[int | None, int | None]:
+        """Return the epoch of a line, or None and its step; None and None for a heading."""
 
     @abc.abstractmethod
-    def write(self, path: Path, loop: Loop, logs: Logs) -> None:
-        """Add an epoch's line to the file."""
+    def write(self, path: Path, logs: Logs, step: int, epoch: int | None) -> None:
+        """Add a line to the file: of an epoch, or of a step."""
+
+    def metrics(self, values: Logs, step: int, epoch: int | None) -> None:
+        if not self._path.exists():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if not self._removed:
+                text = "%s: %s was removed; it starts again with %s"
+                where = f"step {step}" if epoch is None else f"epoch {epoch}"
+                logger.warning(text, type(self).__name__, self._path, where)
+            self._removed = True
+        self.write(self._path, values, step, epoch)
 
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
-        if not loop.tells:
-            return
-        if not self._begun:  # a loop that calls no other method
-            self.on_train_begin(loop)
-        with self._recording:
-            if not self._path.exists():
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                if not self._removed:
-                    text = "%s: %s was removed; it starts again with epoch %d"
-                    logger.warning(text, type(self).__name__, self._path, loop.epoch)
-                self._removed = True
-            self.write(self._path, loop, logs)
-
-    def on_train_end(self, loop: Loop) -> None:
-        self._begun = False
+        self.on_train_begin(loop)
+        self.record(logs, loop, loop.epoch)  # arrays and texts, too
 
 
 @final
 class CSVLogger(_File):
     """A CSV file with one line of results per epoch, written by one rank, like Keras's CSVLogger.
 
-    A missing result is NA, as `val_loss` with `validation_freq=2`.
+    A missing result is NA, as `val_loss` with `validation_freq=2`. Numbers of a step, by `ms.monitor(loggers=[...]).scalar`, are
+    lines without an epoch, and then there is a column `step`.
     """
 
-    def epoch_of(self, line: str) -> int | None:
-        first = line.partition(",")[0]
-        return None if first == "epoch" else int(first)
+    _names: Sequence[str] = ()  # of the columns of a file that is resumed
 
-    def write(self, path: Path, loop: Loop, logs: Logs) -> None:
-        known, results = self._heading(path), {"epoch": loop.epoch, **named_in_utf8(logs)}
+    def moment_of(self, line: str) -> tuple[int | None, int | None]:
+        cells = next(csv.reader([line]))
+        if cells[0] == "epoch":
+            self._names = cells
+            return None, None
+        return (int(cells[0]), None) if cells[0] != _NONE else (None, int(cells[self._names.index("step")]))
+
+    def write(self, path: Path, logs: Logs, step: int, epoch: int | None) -> None:
+        known = self._heading(path)
+        steps = {"step": step} if epoch is None or "step" in known else {}
+        results = {"epoch": _NONE if epoch is None else epoch, **steps, **named_in_utf8(logs)}
         names = [*known, *(name for name in results if name not in known)]
         if known and names != known:
             self._widen(path, names)
@@ -129,13 +130,18 @@ class CSVLogger(_File):
 
 @final
 class JSONLogger(_File):
-    """A file with one line of JSON per epoch, written by one rank: results, epoch, steps so far and seconds since 1970."""
+    """A file with one line of JSON per epoch, written by one rank: results, epoch, steps so far and seconds since 1970.
 
-    def epoch_of(self, line: str) -> int | None:
-        return int(json.loads(line)["epoch"])
+    Numbers of a step, by `ms.monitor(loggers=[...]).scalar`, are lines without an epoch.
+    """
 
-    def write(self, path: Path, loop: Loop, logs: Logs) -> None:
-        line = {"epoch": loop.epoch, "step": loop.step, "time": round(time.time(), 3), **plain(logs)}
+    def moment_of(self, line: str) -> tuple[int | None, int | None]:
+        found = json.loads(line)
+        return (int(found["epoch"]), None) if "epoch" in found else (None, int(found["step"]))
+
+    def write(self, path: Path, logs: Logs, step: int, epoch: int | None) -> None:
+        when = {"step": step} if epoch is None else {"epoch": epoch, "step": step}
+        line = {**when, "time": round(time.time(), 3), **plain(logs)}
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 

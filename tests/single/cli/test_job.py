@@ -154,7 +154,8 @@ def test_an_array(job):
     ("limit", "written"),
     [
         ("90m", "01:30:00"), ("1h", "01:00:00"), ("1h30m", "01:30:00"), ("2d", "48:00:00"), ("1d2h3m4s", "26:03:04"),
-        ("90s", "00:01:30"), ("1-02:00:00", "26:00:00"),
+        ("90s", "00:01:30"), ("1-02:00:00", "26:00:00"), ("999d", "23976:00:00"), ("12000h", "12000:00:00"),
+        ("999d23h59m59s", "23999:59:59"), ("1000000m", "16666:40:00"),
     ],
 )  # fmt: skip
 def test_a_time_limit_with_units(job, limit, written):
@@ -237,6 +238,8 @@ def test_a_refused_job_and_a_missing_command(job, stub, monkeypatch, tmp_path):
     [
         (["--nodes", "0", "a.py"], "Job: nodes: expected a whole number from 1"),
         (["--nodes", "two", "a.py"], "--nodes: expected a whole number >= 0, got 'two'"),
+        (["--time", "1000d", "a.py"], "--time: expected less than 1000 days, got '1000d'"),
+        (["--time", "24000h", "a.py"], "--time: expected less than 1000 days, got '24000h'"),
         (["--time", "2x", "a.py"], "or a number with d, h, m or s, as in 90m, got '2x'"),
         (
             ["--time", "25:00", "a.py"],

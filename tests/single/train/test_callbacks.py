@@ -127,6 +127,36 @@ def test_logs_are_files_of_lines(tmp_path):
     assert [(line["epoch"], line["loss"], line["each"]) for line in found] == [(0, 2.0, [1, 2]), (1, 1.0, [1, 2])]
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_numbers_of_steps_are_lines_without_an_epoch(tmp_path, resumed):
+    """Also of a run that is resumed in the middle of an epoch: lines after it are written again."""
+    paths = [tmp_path / "log.csv", tmp_path / "log.jsonl"]
+    for first in (0, 3) if resumed else (0,):
+        logs = [t.CSVLogger(paths[0]), t.JSONLogger(paths[1])]
+        monitor = ms.monitor(tmp_path / "run", config={"a": 1}, loggers=logs, tensorboard=False, progress=False)
+        state = loop()
+        state.epoch, state.step = first // 2, first
+        monitor.on_train_begin(state)
+        for state.step in range(first + 1, 5):
+            monitor.scalar("rate", 10 * state.step)
+            if state.step % 2 == 0:
+                monitor.on_epoch_end(state, {"loss": state.step / 2})
+                state.epoch += 1
+        monitor.on_train_end(state)
+    with paths[0].open(newline="") as file:
+        names, *rows = csv.reader(file)
+    table = [dict(zip(names, row, strict=True)) for row in rows]
+    lines = [json.loads(line) for line in paths[1].read_text().splitlines()]
+    assert [(row["epoch"], row["step"], row["rate"], row["loss"]) for row in table] == [
+        ("NA", "1", "10.0", "NA"), ("NA", "2", "20.0", "NA"), ("0", "2", "NA", "1.0"),
+        ("NA", "3", "30.0", "NA"), ("NA", "4", "40.0", "NA"), ("1", "4", "NA", "2.0"),
+    ]  # fmt: skip
+    assert [(line.get("epoch"), line["step"], line.get("rate"), line.get("loss")) for line in lines] == [
+        (None, 1, 10.0, None), (None, 2, 20.0, None), (0, 2, None, 1.0),
+        (None, 3, 30.0, None), (None, 4, 40.0, None), (1, 4, None, 2.0),
+    ]  # fmt: skip
+
+
 def test_results_that_come_later_get_a_column(tmp_path):
     path, state = tmp_path / "log.csv", loop()
     log = t.CSVLogger(path)
