@@ -21,7 +21,7 @@ from ..stats import StageStats
 
 __all__ = ["StoredField", "FieldFiles", "FieldRows", "empty_rows", "place_rows"]
 
-_KEPT = 1 << 26  # bytes of units that are kept at least
+_KEPT = 1 << 26  # bytes of units that are kept at least, in equal parts for the fields
 _VARYING = 64  # bytes that a row of unknown size is taken for
 
 
@@ -81,7 +81,8 @@ class FieldRows(InputRows):
         self._files = files
         self._fields = files.fields
         self._rows = len(next(iter(files.fields.values())))
-        self._kept = LastRead[NDArray[Any]](_KEPT)
+        # Of each field its own: large units of two fields would evict each other with each batch.
+        self._kept = {name: LastRead[NDArray[Any]](_KEPT // len(files.fields)) for name in files.fields}
         self._buffers = RowBuffers()
         self._counters = StageStats()
 
@@ -126,12 +127,12 @@ class FieldRows(InputRows):
         return out
 
     def _unit(self, name: str, field: StoredField, unit: int) -> NDArray[Any]:
-        column = self._kept.get((name, unit))
+        column = self._kept[name].get(unit)
         if column is None:
             start = unit * field.unit_rows
             column = field.read(start, min(start + field.unit_rows, self._rows))
             nbytes = _nbytes(column, is_ragged(field.spec))
-            self._kept.put((name, unit), column, nbytes)
+            self._kept[name].put(unit, column, nbytes)
             self._counters.add(chunk_reads=1, bytes_read=nbytes)
         return column
 
@@ -143,8 +144,9 @@ class FieldRows(InputRows):
         return np.unique(np.append(np.arange(0, self._rows, unit, dtype=np.int64), self._rows))
 
     def keep(self, rows: int) -> None:
-        needed = sum((rows + 2 * field.unit_rows) * _row_bytes(field) for field in self._fields.values())
-        self._kept.limit = max(self._kept.limit, needed)
+        for name, field in self._fields.items():
+            kept = self._kept[name]
+            kept.limit = max(kept.limit, (rows + 2 * field.unit_rows) * _row_bytes(field))
 
 
 def _nbytes(column: NDArray[Any], ragged: bool) -> int:

@@ -128,7 +128,8 @@ class Cast(Stage):
 
     def describe(self) -> str:
         given = self._given
-        return f"cast({nest.map_structure(lambda leaf: leaf and str(leaf), given) if nest.is_nested(given) else given})"
+        named = nest.map_structure(lambda leaf: None if leaf is None else str(leaf), given)
+        return f"cast({named if nest.is_nested(given) else given})"
 
 
 def _changes(given: np.dtype[Any], wanted: np.dtype[Any] | None) -> bool:
