@@ -73,6 +73,35 @@ def test_values_are_those_of_numpy(made: Any, values: Any, dtype: Any, expected:
         np.testing.assert_array_equal(found, expected, strict=True)
 
 
+NUMBERS_OF = {
+    "int64": [0, 1, -1, 127, 128, 255, 256, 2**24, 2**24 + 1, -(2**31), 2**31, 2**53 + 1],
+    "uint64": [0, 2**31, 2**63 - 1, 2**63, 2**64 - 1],
+    "uint8": [0, 127, 128, 255],
+    "float64": [0.0, 1.0, -1.0, 2.5, -0.1, np.nan, np.inf, 255.0, 256.0, 2.0**31, 2.0**63, -(2.0**63)],
+    "float32": [0.5, 3.0, 2.0**31, 2.0**24],
+}
+
+
+@pytest.mark.parametrize("given", NUMBERS_OF)
+@pytest.mark.parametrize("wanted", ["int8", "uint8", "int32", "int64", "uint64", "float32", "float64"])
+def test_beside_safe_casts_of_pyarrow(given: str, wanted: str) -> None:
+    """Which also refuse integers like 2**31 in float32, that it holds exactly."""
+    pyarrow = pytest.importorskip("pyarrow")
+    values = np.array(NUMBERS_OF[given], given)
+    for value, row in zip(values, from_arrays(values[:, None]).batch(1), strict=True):
+        try:
+            expected = pyarrow.array(row[:, 0]).cast(wanted).to_numpy()
+        except pyarrow.ArrowInvalid:
+            if "int" in given and "float" in wanted and int(np.dtype(wanted).type(value)) == int(value):
+                assert int(from_arrays(row[:, 0]).cast(wanted).peek()) == int(value)
+                continue
+            with pytest.raises(ValueError, match="Dataset.cast: row 0 of epoch 0: expected values that"):
+                from_arrays(row[:, 0]).cast(wanted).peek()
+        else:
+            np.testing.assert_array_equal(from_arrays(row[:, 0]).cast(wanted).rows([0]), expected, strict=True)
+            assert np.isnan(value) or expected[0] == value or wanted == "float32"
+
+
 @pytest.mark.parametrize("made", [from_arrays, in_order])
 def test_arrays_by_name(made: Any) -> None:
     rows = {"a": NUMBERS, "b": {"c": NUMBERS, "d": np.arange(10), "e": list("abcdefghij")}}
