@@ -489,7 +489,7 @@ def listed_files(system: Any, url: str, name: str, *, deep: bool) -> tuple[str, 
     if is_pattern(url, name):
         found = system.glob(name, detail=True)
         return "pattern", {each: info for each, info in found.items() if info["type"] == "file"}
-    if not (url.endswith("/") if is_web(url) else system.isdir(name)):
+    if not (url.endswith("/") if is_web(url) else system.info(name)["type"] == "directory"):
         return "file", {name: {}}
     if deep:
         return "folder", system.find(name, detail=True)
