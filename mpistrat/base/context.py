@@ -131,7 +131,7 @@ def current() -> Frame:
     stack = _stack.get()
     if stack:
         return stack[-1]
-    return _global_frame or _default()
+    return _global_frame or _default_frame or _default()
 
 
 def set_global(frame: Frame | None) -> None:

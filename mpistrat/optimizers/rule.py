@@ -222,14 +222,17 @@ class BlockUpdate:
         decays = list(decays)
         if self._in_one_pass(target, parts, slots, decays, scales, calls):
             return
-        for low in range(0, target.size, self.block.size):
-            high = min(low + self.block.size, target.size)
-            gradient, own = self.block[: high - low], {name: slot[low:high] for name, slot in slots.items()}
+        block = self.block
+        for low in range(0, target.size, block.size):
+            high = min(low + block.size, target.size)
+            gradient, own = block[: high - low], {name: slot[low:high] for name, slot in slots.items()}
             self._sum(parts, low, high, gradient)
             if calls:
                 form_mean(gradient, own[GRADIENT_SUM], calls)
-            multiply_spans(gradient, spans_within(scales, low, high))
-            self._by_numpy(target[low:high], gradient, own, list(spans_within(decays, low, high)), group)
+            if scales:
+                multiply_spans(gradient, spans_within(scales, low, high))
+            spans = list(spans_within(decays, low, high)) if decays else ()
+            self._by_numpy(target[low:high], gradient, own, spans, group)
             if calls:
                 own[GRADIENT_SUM][...] = 0
 
@@ -266,11 +269,10 @@ class BlockUpdate:
             high = min(low + self.block.size, target.size)
             self._average_only(target[low:high], {AVERAGE: slots[AVERAGE][low:high]})
 
-    @may_underflow
     def _sum(self, parts: Sequence[Any], low: int, high: int, gradient: Any) -> None:
         combine(np.add, [part[low:high] for part in parts], gradient)
         if self._factor != 1:
-            np.multiply(gradient, self._factor, out=gradient)
+            multiply_spans(gradient, [(0, high - low, self._factor)])
 
     def _in_one_pass(
         self,
@@ -294,8 +296,9 @@ class BlockUpdate:
     def _by_numpy(
         self, target: Any, gradient: Any, slots: Mapping[str, Any], decays: Sequence[Span], group: int
     ) -> None:
-        weights = self.widened(target)
-        multiply_spans(weights, ((low, high, 1 - decay * self._rate) for low, high, decay in decays))
+        weights = self.widened(target) if self.narrow else target
+        if decays:
+            multiply_spans(weights, [(low, high, 1 - decay * self._rate) for low, high, decay in decays])
         if self._limit is not None:
             np.clip(gradient, -self._limit, self._limit, out=gradient)
         self._rule.update_block(Block(gradient, weights, slots, self._step, self._rate, self._scratch, group))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
@@ -63,6 +64,7 @@ class ArenaStep:
         self._offsets = {v.name: v.offset for v in variables}
         self._divided = any(v.part is not None and v.part.split for v in variables)
         self._core, self._optimizer, self._mean, self._each = core, core.optimizer, 0, False
+        self._keeps = False  # True if sums are kept first in this step
         self._factor = 1.0
         self._slots, self._engine = core.slots.of(arena), parts.engine_of(arena.values)
         self._publish = parts.publish(arena, self.ranges, self._slots)
@@ -106,7 +108,7 @@ class ArenaStep:
         optimizer = self._optimizer
         self._forget_sums()
         self._mean = optimizer.gradient_accumulation_steps or 0  # calls per mean, 0 for no mean
-        self._number, self._updates = number, self._core.updates_at(number)
+        self._updates, self._keeps = not self._mean or self._core.updates_at(number), two_passes
         self._factor = factor
         self._rule.begin(step, rate, 1.0 if two_passes else factor, self._core.overflow)
         if two_passes:
@@ -115,9 +117,8 @@ class ArenaStep:
             self.squares = dict.fromkeys(names if self._each else names[:1], 0.0)
 
     def begin_publish(self) -> None:
-        """Start the exchange of new weights, if this step changes them. Collective over peers."""
-        if self._core.changes_weights(self._number):
-            self._publish.begin()
+        """Start the exchange of new weights. Collective over peers."""
+        self._publish.begin()
 
     def publish(self) -> None:
         """Wait for the weights of all nodes. Collective over peers."""
@@ -134,9 +135,9 @@ class ArenaStep:
 
     def add_up(self, arrays: Sequence[Any], consume: Consume) -> None:
         """Pass flat arrays in place of their sum: `consume` adds them up in the same pass."""
-        if len(arrays) == 1 and self._kept is None and self._keeps_as_they_are():
+        if self._keeps and len(arrays) == 1 and self._kept is None and self._keeps_as_they_are():
             self._kept, self._formed = (arrays[0], 0), True
-        for low, high in self._large_blocks():
+        for low, high in self._large_blocks:
             consume(low, high, [array[low:high] for array in arrays])
 
     def keep_in(self, memory: Any) -> None:
@@ -144,6 +145,7 @@ class ArenaStep:
         low, high = self._slots.low, self._slots.high
         self._kept, self._formed = (memory[low:high] if low < high else self._slots.scratch[0][:0], low), True
 
+    @functools.cached_property
     def _large_blocks(self) -> list[tuple[int, int]]:
         """Return this rank's elements in blocks, large ones if the weights need no scratch memory."""
         return blocks(self.arena.owned(self.ranges), self._publish.block or self._engine.update)
@@ -158,14 +160,17 @@ class ArenaStep:
 
     def average(self) -> None:
         """Update the averages of weights that have no gradient in this step."""
-        for low, high in self._large_blocks():
+        for low, high in self._large_blocks:
             target = self._publish.target(low, high)
             self._rule.average(target, self._slots.of_range(low, high))
             self._publish.commit(low, high, target)
 
     def _update(self, low: int, high: int, parts: list[Any], scales: Sequence[Span], calls: int) -> None:
+        if not self._groups:
+            self._update_range(low, high, low, parts, scales, calls, 0)
+            return
         at = low  # elements between the groups belong to group 0: padding, or its variables
-        for begin, end, group in spans_within(self._groups, low, high) if self._groups else ():
+        for begin, end, group in spans_within(self._groups, low, high):
             if at < low + begin:
                 self._update_range(at, low + begin, low, parts, scales, calls, 0)
             self._update_range(low + begin, low + end, low, parts, scales, calls, group)
@@ -183,7 +188,9 @@ class ArenaStep:
         if (low - first, high - first) != (0, len(parts[0])):
             parts = [part[low - first : high - first] for part in parts]
             scales = list(spans_within(scales, low - first, high - first))
-        self._rule.update(target, [move_like(part, target) for part in parts], slots, decays, group, scales, calls)
+        if self._engine.on_device:  # each GPU has its own memory
+            parts = [move_like(part, target) for part in parts]
+        self._rule.update(target, parts, slots, decays, group, scales, calls)
         self._publish.commit(low, high, target)
 
     def _accumulate(self, low: int, high: int, parts: list[Any]) -> None:
@@ -315,7 +322,7 @@ class ArenaStep:
     def take_kept(self, scales: Mapping[str, float]) -> None:
         """Take the kept sums, as `take` does; an update scales them by variable."""
         kept, base = self._store()
-        for low, high in self._large_blocks():
+        for low, high in self._large_blocks:
             gradient = kept[low - base : high - base]
             if not self._updates:
                 self._accumulate(low, high, [gradient])

@@ -5,8 +5,7 @@ This module has the order of a step. Sums, publishing and meetings of ranks are 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, final
 
 import numpy as np
@@ -65,7 +64,7 @@ class TrainingStep(UpdateRun):
     def _find_averaged(self) -> None:
         """Find known variables without a gradient in this step: their averages are updated too, as in Keras."""
         known = self._core.variables
-        if self._optimizer.use_ema and len(known) != self._known_count:
+        if len(known) != self._known_count:
             self._known_count, own = len(known), set(map(id, self._variables))
             self._averaged = [variable for variable in known if id(variable) not in own]
             self._averages = self._works_of(self._averaged)
@@ -94,9 +93,12 @@ class TrainingStep(UpdateRun):
 
     def run(self, aggregate: bool) -> None:
         """Take the step. Collective; in cross-replica context."""
-        core, group, rounds = self._core, self._group, self._rounds
-        self._find_averaged()
-        rounds.check(self._changed())
+        core, group, rounds, optimizer = self._core, self._group, self._rounds, self._optimizer
+        if optimizer.use_ema:
+            self._find_averaged()
+        overwrites = self._averaged and optimizer.ema_overwrite_frequency is not None
+        changed = [*self._variables, *self._averaged] if overwrites else self._variables
+        rounds.check(changed)
         number = core.started + 1
         rate = core.rate_at(number)
         detail = (self._detail if aggregate else self._detail + ", without aggregation") + core.begun.words
@@ -107,7 +109,7 @@ class TrainingStep(UpdateRun):
         self._replica.compare(detail, words, due)
         if due and not aggregate:
             words += f", gradients #{self._checksum_of_gradients():08x}"
-        factor = (rounds.factor if aggregate else 1.0) / ((self._optimizer.loss_scale_factor or 1.0) * core.divisor)
+        factor = (rounds.factor if aggregate else 1.0) / ((optimizer.loss_scale_factor or 1.0) * core.divisor)
         sums = self._parts.sums if aggregate else self._parts.no_sums
         with group.collective(_STEP, detail=detail).stamp(words) as call:
             call.nbytes = self._nbytes if aggregate else 0
@@ -118,9 +120,10 @@ class TrainingStep(UpdateRun):
             for work in (*self._works, *self._averages):
                 work.begin(core.update_of(number), rate, number, bool(self._passes), factor)
             scales = self._keep(sums, number, rate, call) if self._passes else {}
-            if core.changes_weights(number):
-                rounds.enter(self._changed())
-            self._update(sums, scales)
+            changes = core.changes_weights(number)
+            if changes:
+                rounds.enter(changed)
+            self._update(sums, scales, changes)
             group.node.barrier(call)
         for variable in self._constrained:
             apply_constraint(variable, compare=due and rounds.alike)
@@ -129,20 +132,25 @@ class TrainingStep(UpdateRun):
 
     def _keep(self, sums: Sums, number: int, rate: float, call: Call) -> Mapping[str, float]:
         """Keep all sums, and run the passes over them. Collective, inside `call`."""
-        with np.errstate(over="ignore"), self._exchanges():  # of squares; sums are checked in the passes
-            for work in self._works:
-                sums.hand_out(work, work.keep)
+        try:
+            with np.errstate(over="ignore"):  # of squares; sums are checked in the passes
+                for work in self._works:
+                    sums.hand_out(work, work.keep)
+        except BaseException as error:
+            self._leave(error)
+            raise
         if self._kept is None:
             from .passes import KeptSums
 
             self._kept = KeptSums(self._core, self._group, self._variables, self._works, self._parts, self._replica)
         return self._kept.take(self._passes, number, rate, call)
 
-    def _update(self, sums: Sums, scales: Mapping[str, float]) -> None:
-        """Update this rank's elements, and publish them. Collective, inside one."""
-        with self._exchanges():
+    def _update(self, sums: Sums, scales: Mapping[str, float], changes: bool) -> None:
+        """Update this rank's elements, and publish those weights that the step `changes`. Collective, inside one."""
+        try:
             for work in self._works:
-                work.begin_publish()
+                if changes:
+                    work.begin_publish()
                 if self._passes:
                     work.take_kept(scales)
                 else:
@@ -153,23 +161,17 @@ class TrainingStep(UpdateRun):
                 work.average()
             for work in (*self._works, *self._averages):
                 work.publish()
-
-    def _changed(self) -> Sequence[Variable]:
-        overwrites = self._averaged and self._optimizer.ema_overwrite_frequency is not None
-        return [*self._variables, *self._averaged] if overwrites else self._variables
-
-    @contextlib.contextmanager
-    def _exchanges(self) -> Iterator[None]:
-        """Refuse later collectives after an error inside: a later step would receive this one's messages."""
-        works = (*self._works, *self._averages)
-        try:
-            yield
         except BaseException as error:
-            for work in works:
-                work.leave()
-            if self._parts.sums.sends_ahead or any(work.arena.sharded for work in works):
-                self._group.refuse_after(error, "in a step left messages between nodes")
+            self._leave(error)
             raise
+
+    def _leave(self, error: BaseException) -> None:
+        """Cancel exchanges, and refuse later collectives after an error: a later step would receive this one's messages."""
+        works = (*self._works, *self._averages)
+        for work in works:
+            work.leave()
+        if self._parts.sums.sends_ahead or any(work.arena.sharded for work in works):
+            self._group.refuse_after(error, "in a step left messages between nodes")
 
     def _checksum_of_gradients(self) -> int:
         """Return a checksum of the first local replica's gradients, which should be equal on all replicas."""

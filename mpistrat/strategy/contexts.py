@@ -349,7 +349,7 @@ def require_one_call(strategy: Any, function: str) -> None:
 def local_replica(strategy: Any) -> int:
     """Return the local replica of this call: 0 on a rank with one, and outside of steps."""
     frame = context.current()
-    if not stepping(strategy):
+    if frame.strategy is not strategy or frame.replica is None:
         return 0
     return int(frame.replica.replica_id_in_sync_group - strategy.extended.sync_topology.replica_offset)
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn, final
 
 import numpy as np
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from ..arena.layout import Part
 from ..arena.values import checksum
@@ -34,9 +35,11 @@ __all__ = [
     "TorchLink",
     "check_parameters",
     "divide_gradients",
+    "forget_gradients",
     "gradients",
     "link_of",
     "local_gradient",
+    "pairs_of_links",
     "put_into",
 ]
 
@@ -163,6 +166,7 @@ class TorchLink:
         shown: the same memory, as `parameter.grad` shows it.
         summed: the number of replicas that a server sums, which divides their gradients. Else 1.
         address: of the variable's memory; torch itself may move a tensor's, as `share_memory` does.
+        dtype: of that memory, None if a server has the variable.
         replica: the local replica.
         divided: this rank's range of it, if the ranks of a replica divide it; else None.
         optimized: True if an optimizer has the parameter.
@@ -177,6 +181,7 @@ class TorchLink:
             "_present",
             "address",
             "divided",
+            "dtype",
             "gradient",
             "name",
             "noted",
@@ -200,13 +205,14 @@ class TorchLink:
         self.shown: LocalGradient | None = None
         self.tensor: torch.Tensor | None = None
         self.address = 0
+        self.dtype: torch.dtype | None = None
         parameter.mpistrat = self  # type: ignore[attr-defined]
         parameter.grad = None
         if variable.placement.store is not None:
             return
         self.divided = variable.part if variable.part is not None and variable.part.split else None
         self.tensor = tensor_of(variable.storage(replica))
-        self.address = self.tensor.data_ptr()
+        self.address, self.dtype = self.tensor.data_ptr(), self.tensor.dtype
         parameter.data = self.tensor
         trains = parameter.requires_grad
         if trains:
@@ -253,33 +259,6 @@ class TorchLink:
             self._refuse("the parameter that was distributed", "none: its layer was replaced or removed", remedy)
         return parameter
 
-    def take(self, parameter: torch.nn.Parameter) -> None:
-        """Move a completed gradient into place. If it is `shown`, autograd has added to it already.
-
-        These calls, one per parameter, may take as long as communication: the common case comes first, and avoids
-        `torch.no_grad`.
-        """
-        if torch.compiler.is_dynamo_compiling():  # a compiled function has called backward
-            self._take_untraced(parameter)
-            return
-        gradient, target = parameter.grad, self.gradient
-        if gradient is None:
-            return
-        if target is None:
-            self._hold_own(gradient)
-            parameter.grad = self.shown
-        elif gradient is not self.shown:
-            if gradient.requires_grad:  # backward(create_graph=True)
-                gradient = gradient.detach()
-            _fill(target, gradient)
-            parameter.grad = self.shown
-        if self.noted is not None:
-            self.noted(self)
-
-    @torch.compiler.disable
-    def _take_untraced(self, parameter: torch.nn.Parameter) -> None:
-        self.take(parameter)
-
     def whole(self) -> torch.Tensor:
         """Return a copy of the whole parameter. Collective, if ranks divide it."""
         return tensor_of(self.variable.gathered()) if self.divided is not None else self.parameter.data.clone()
@@ -287,16 +266,6 @@ class TorchLink:
     def attach(self) -> None:
         """Set the parameter's data to the variable's memory; for a variable on a server, to its current value."""
         self.parameter.data = tensor_of(self.variable.array) if self.tensor is None else self.tensor
-
-    def forget(self, set_to_none: bool) -> None:
-        """Delete the gradient, or set an existing one to zero."""
-        gradient = self.parameter.grad
-        if gradient is None or set_to_none:
-            self.parameter.grad = None
-        elif gradient is self.shown and self.gradient is not None:
-            self.gradient.zero_()
-        else:
-            gradient.detach_().zero_()
 
     def pair(self, by_rows: bool) -> tuple[Any, Variable]:
         """Return the gradient and the variable, as `apply_gradients` takes them.
@@ -318,8 +287,7 @@ class TorchLink:
                 return array_of(gradient), self.variable
             rows = by_rows and gradient.sparse_dim() == 1
             return slices_of(gradient) if rows else array_of(gradient.to_dense()), self.variable
-        if parameter.data_ptr() != self.address or parameter.dtype is not tensor.dtype:
-            self.check_memory()
+        self.check_memory()
         if self._late and self.variable.trainable:
             self._hold_late()
             gradient = parameter.grad
@@ -336,8 +304,9 @@ class TorchLink:
 
     def check_memory(self) -> None:
         """Raise RuntimeError if the parameter has lost the memory of its variable."""
-        parameter, tensor = self.parameter, self.tensor
-        if tensor is not None and (parameter.data_ptr() != self.address or parameter.dtype is not tensor.dtype):
+        parameter = self.parameter
+        moved = parameter.data_ptr() != self.address or parameter.dtype is not self.dtype
+        if self.tensor is not None and moved:
             cause = ".half(), .to(dtype), share_memory() or parameter.data = ... after distribute"
             got = f"a {parameter.dtype} tensor elsewhere: {cause}"
             remedy = "Convert the module before ms.torch.distribute; write with parameter.copy_(...) or load_state_dict"
@@ -366,9 +335,63 @@ def _fill(target: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def _take(reference: weakref.ref[TorchLink], parameter: torch.nn.Parameter) -> None:
-    link = reference()
-    if link is not None:
-        link.take(parameter)
+    """Move a completed gradient into place. If it is `shown`, autograd has added to it already.
+
+    These calls, one per parameter, may take as long as communication, so the common case is one Python call without
+    `torch.no_grad`.
+    """
+    if is_dynamo_compiling():  # a compiled function has called backward
+        _take_untraced(reference, parameter)
+        return
+    link, gradient = reference(), parameter.grad
+    if link is None or gradient is None:
+        return
+    target, shown = link.gradient, link.shown
+    if target is None:
+        link._hold_own(gradient)
+        parameter.grad = link.shown
+    elif gradient is not shown:
+        if gradient.is_sparse or gradient.requires_grad:  # the latter of backward(create_graph=True)
+            _fill(target, gradient.detach())
+        else:
+            target.copy_(gradient)
+        parameter.grad = shown
+    if link.noted is not None:
+        link.noted(link)
+
+
+_take_untraced = torch.compiler.disable(_take)
+
+
+def forget_gradients(links: Iterable[TorchLink], set_to_none: bool) -> None:
+    """Delete the gradients of links, or set existing ones to zero."""
+    for link in links:
+        parameter = link._parameter()
+        if parameter is None:
+            parameter = link.parameter  # raises
+        gradient = None if set_to_none else parameter.grad
+        if gradient is None:
+            parameter.grad = None
+        elif gradient is link.shown and link.gradient is not None:
+            link.gradient.zero_()
+        else:
+            gradient.detach_().zero_()
+
+
+def pairs_of_links(links: Iterable[TorchLink], by_rows: bool) -> list[tuple[Any, Variable]]:
+    """Return `TorchLink.pair` of each link whose parameter is trained or has a gradient; the common case comes first."""
+    pairs = []
+    for link in links:
+        parameter = link._parameter()
+        if parameter is None:
+            parameter = link.parameter  # raises
+        gradient = parameter.grad
+        in_place = gradient is not None and gradient is link.shown and not link._late
+        if in_place and parameter.data_ptr() == link.address and parameter.dtype is link.dtype:
+            pairs.append(link._present)
+        elif gradient is not None or parameter.requires_grad:
+            pairs.append(link.pair(by_rows))
+    return pairs
 
 
 def link_of(parameter: Any) -> TorchLink | None:

@@ -13,18 +13,19 @@ from typing import Any, NoReturn, final
 
 import numpy as np
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.optim import optimizer as base
 
-from ..base import context, log
+from ..base import log
 from ..base.errors import explain
 from ..comm.arrays import accumulation_dtype, to_host
-from ..strategy.contexts import in_step, local_replica
+from ..strategy.contexts import in_step, local_replica, stepping
 from ..strategy.loss import summed_replicas
 from ..variables import Variable
 from ..variables.sharded import each_variable
 from .closure import step_with_closure
 from .loss_count import LossCount
-from .module import TorchLink, check_parameters, link_of
+from .module import TorchLink, check_parameters, forget_gradients, link_of, pairs_of_links
 from .rule import StepsTaken, TorchRule, is_elementwise, slots_of
 from .tensors import array_of, tensor_of
 from .torch_step import sums_of
@@ -154,7 +155,6 @@ class TorchOptimizer(torch.optim.Optimizer):
     mpistrat_counts: Sequence[LossCount]  # of each local replica
     mpistrat_weighs: bool  # True if losses are means, weighted by rows
 
-    @torch.compiler.disable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Sum the gradients over all replicas, and update. Collective.
 
@@ -169,10 +169,13 @@ class TorchOptimizer(torch.optim.Optimizer):
             TypeError: no closure, for an optimizer that calls it itself.
             BatchError: the loss that a closure returns is of several batches, of which replicas have unequal shares.
         """
+        if is_dynamo_compiling():  # asking costs less than torch.compiler.disable
+            return _step_untraced(self, closure)
         if torch.is_inference_mode_enabled():  # tensors of that mode cannot be used later
             with torch.inference_mode(False):
                 return self.step(closure)
-        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or _hooks_of_all():
+        of_all = base._global_optimizer_pre_hooks or base._global_optimizer_post_hooks
+        if of_all or self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
             return _with_hooks(self, closure)
         return self._step(closure)
 
@@ -191,7 +194,7 @@ class TorchOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.__dict__.update(_opt_called=True)  # torch's schedulers check it, for a warning
         strategy = self.mpistrat_strategy
-        check_parameters(self.mpistrat_module, local_replica(strategy))
+        check_parameters(self.mpistrat_module, self._own_replica())
         remedy = "Put forward, backward and step into a function, and call that by strategy.run(step, args=(batch,))"
         in_step(strategy, self._apply, "Optimizer.step", remedy)
         return loss
@@ -201,33 +204,29 @@ class TorchOptimizer(torch.optim.Optimizer):
         rule.follow()
         if self.mpistrat_overlap is not None:
             self.mpistrat_overlap.settle()
-        by_rows = rule.by_rows
-        pairs = []
-        for link in self._own_links():
-            parameter = link.parameter
-            if parameter.requires_grad or parameter.grad is not None:
-                pairs.append(link.pair(by_rows))
-        count = self.mpistrat_counts[local_replica(self.mpistrat_strategy)]
+        replica = self._own_replica()
+        pairs = pairs_of_links(self.mpistrat_links[replica], rule.by_rows)
+        count = self.mpistrat_counts[replica]
         if count.value is not None:
             count.used = True
             rule.counts.append(count.value)
         rule.apply_gradients(pairs)
 
-    def _own_links(self) -> Sequence[TorchLink]:
-        """Return the links of this replica; outside of steps, of the first local one."""
-        replicas = self.mpistrat_links
-        return replicas[local_replica(self.mpistrat_strategy) if len(replicas) > 1 else 0]
+    def _own_replica(self) -> int:
+        """Return this local replica; outside of steps, the first one."""
+        return local_replica(self.mpistrat_strategy) if len(self.mpistrat_counts) > 1 else 0
 
-    @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Delete the gradients: of this replica in a step, of all local ones outside."""
-        frame = context.current()
-        inside = frame.strategy is self.mpistrat_strategy and frame.replica is not None
-        own = slice(first := local_replica(self.mpistrat_strategy), first + 1) if inside else slice(None)
+        if is_dynamo_compiling():
+            _zero_grad_untraced(self, set_to_none)
+            return
+        own = slice(None)
+        if len(self.mpistrat_counts) > 1 and stepping(self.mpistrat_strategy):
+            own = slice(first := local_replica(self.mpistrat_strategy), first + 1)
         for links, count in zip(self.mpistrat_links[own], self.mpistrat_counts[own], strict=True):
             count.clear()
-            for link in links:
-                link.forget(set_to_none)
+            forget_gradients(links, set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of the module, also while training. All ranks must do it before the same step.
@@ -338,9 +337,8 @@ class TorchOptimizer(torch.optim.Optimizer):
         rule.load_taken(taken)
 
 
-def _hooks_of_all() -> bool:
-    """Return whether hooks of the steps of all optimizers are registered."""
-    return bool(base._global_optimizer_pre_hooks or base._global_optimizer_post_hooks)
+_step_untraced = torch.compiler.disable(TorchOptimizer.step)
+_zero_grad_untraced = torch.compiler.disable(TorchOptimizer.zero_grad)
 
 
 @torch.optim.Optimizer.profile_hook_step

@@ -85,7 +85,8 @@ class _BlockStep:
         self._group = self._optimizer.param_groups[0]
         self._group.update({name: value for name, value in group.items() if name != "params"} | _OURS)
         self._raw_step = inspect.unwrap(kind.step)  # hooks of a profiler and a compiler take as long as a block
-        self._step = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+        self._count = np.zeros((), np.float32)  # the memory of the next: NumPy writes a number in less time
+        self._step = torch.from_numpy(self._count)
         self._numbers: dict[str, Any] = {}
         if self._kernel is not None:
             beta1, beta2 = group["betas"]
@@ -133,7 +134,8 @@ class _BlockStep:
     _known: Sequence[str] = ()
 
     def _set_scalars(self, state: dict[str, Any], step: int, scalars: Mapping[str, float]) -> None:
-        state["step"] = self._step.fill_(step - 1)
+        self._count[()] = step - 1
+        state["step"] = self._step
         for name, value in scalars.items():
             state[name] = torch.tensor(value, dtype=torch.float32, device="cpu")
 
@@ -175,9 +177,8 @@ class _BlockStep:
         averages, squares, largest = [slots["exp_avg"]], [slots["exp_avg_sq"]], []
         if self._numbers["amsgrad"]:
             largest = [slots["max_exp_avg_sq"]]
-        if self._step.device != weights.device:
-            self._step = self._step.to(weights.device)
-        steps = [self._step.fill_(step)]
+        self._count[()] = step
+        steps = [self._step if weights.is_cpu else self._step.to(weights.device)]
         self._kernel([weights], [gradient], averages, squares, largest, steps, lr=rate, **self._numbers)  # type: ignore[misc]
 
 
@@ -401,7 +402,7 @@ class TorchRule(ForeignRule):
         if served:
             self._check_served()
         else:
-            self._divide(strategy)
+            self._core.divisor = self._all_counts(strategy) if self.counts else 1.0
             if self.__finds_unused:
                 self._add_zeros(strategy, pairs_of(pairs))
             if self.__frozen:
@@ -410,11 +411,7 @@ class TorchRule(ForeignRule):
             super()._take_step(strategy, pairs, aggregate)
             return
         given = pairs_of(pairs)[0]
-        if (
-            self.__together
-            and len(given) == len(self.__taken_by)
-            and all(gradient is not None for gradient, _ in given)
-        ):
+        if self.__together and len(given) == len(self.__taken_by) == sum([each[0] is not None for each in given]):
             super()._take_step(strategy, pairs, aggregate)
             return
         stepping = self._stepping(given)
@@ -467,17 +464,14 @@ class TorchRule(ForeignRule):
                     found[variable][...] = 0
             pairs[:] = [(found.get(variable), variable) for variable in variables]
 
-    def _divide(self, strategy: Any) -> None:
-        """Make the step divide sums by all replicas' counts of losses. Collective, if losses are counted.
+    def _all_counts(self, strategy: Any) -> float:
+        """Return the sum of all replicas' counts of losses, by which the step divides. Collective.
 
         Raises:
             ValueError: on every rank, when all counts are 0.
         """
         counts = self.counts.copy()
         self.counts.clear()  # setting the attribute would make all ranks describe their settings anew
-        self._core.divisor = 1.0
-        if not counts:
-            return
         group = strategy.extended.process_group
         with group.collective("counted_loss"):
             total = int(group.sum_int([sum(counts)])[0])
@@ -486,7 +480,7 @@ class TorchRule(ForeignRule):
             raise ValueError(
                 explain("ms.torch.counted_loss", "count", expected=expected, got="0 in all", remedy=remedy)
             )
-        self._core.divisor = float(total)
+        return float(total)
 
     def _thaw(self, given: Set[Any]) -> None:
         """Allocate memory for gradients of parameters frozen when distributed. Collective."""
@@ -537,7 +531,8 @@ class TorchRule(ForeignRule):
         scalars: Mapping[str, float] = taken.scalars
         if self.rule in _WITH_SCALARS and self._core.store is not None:
             scalars = self._served_scalars(taken.group, step, rate)
-        self._block_step(block, group).update(block, rate, step, first, scalars)
+        key = taken.group, block.weights.dtype
+        self._kept(key, group, block.weights)[0].update(block, rate, step, first, scalars)
 
     def _served_scalars(self, group: int, step: int, rate: float) -> Mapping[str, float]:
         """Return torch's shared state before a step on a server, which counts all steps."""
@@ -553,24 +548,20 @@ class TorchRule(ForeignRule):
         known["scalars", group] = step - 1, scalars
         return scalars
 
-    def _block_step(self, block: Block, group: Mapping[str, Any]) -> _BlockStep:
-        key = self.__taken[block.group].group, block.weights.dtype
-        return self._kept(key, group, tensor_of(block.weights).dtype)[0]
-
     def _trial(self, number: int) -> _BlockStep:
         """Return the step of a group that computes torch's shared state."""
-        trial, new = self._kept(("trial", number), self._optimizer.param_groups[number], torch.float32)
+        trial, new = self._kept(("trial", number), self._optimizer.param_groups[number], np.zeros(1, np.float32))
         if new:
             trial.names()
         return trial
 
-    def _kept(self, key: Any, group: Mapping[str, Any], dtype: Any) -> tuple[_BlockStep, bool]:
+    def _kept(self, key: Any, group: Mapping[str, Any], weights: Any) -> tuple[_BlockStep, bool]:
         """Return this thread's step under a key, and whether it is new: the first, or with changed settings."""
         known: dict[Any, Any] = self.__local.__dict__
         step = known.get(key)
         if step is not None and step.revision == self._core.revision:
             return step, False
-        step = known[key] = _BlockStep(self.kind, group, dtype, self._core.revision)
+        step = known[key] = _BlockStep(self.kind, group, tensor_of(weights).dtype, self._core.revision)
         return step, True
 
 

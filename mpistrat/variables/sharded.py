@@ -270,7 +270,7 @@ def each_variable(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     """Return pairs of gradient and variable, with each ShardedVariable replaced by its parts."""
     found: list[tuple[Any, Any]] = []
     for gradient, variable in pairs:
-        if isinstance(variable, ShardedVariable):
+        if type(variable) is ShardedVariable:  # a final class; asking its metaclass costs more than the rest
             found.extend(variable.parts(gradient))
         else:
             found.append((gradient, variable))
