@@ -57,6 +57,10 @@ class Begun:
             self._strategy, self._starter = strategy, strategy.extended.placement.steps.new_starter()
         return self._starter
 
+    def least_bytes(self, strategy: Any) -> int:
+        """Return the bytes of gradients below which a strategy's sums do not start early."""
+        return int(self.starter(strategy).least_bytes)
+
     def add(self, strategy: Any, replicas: Sequence[Pairs]) -> None:
         """Record variables, the same of each local replica, and start their sums. Collective, in cross-replica context.
 

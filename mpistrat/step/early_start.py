@@ -104,10 +104,14 @@ class EarlyStart(Starter):
     def early(self) -> bool:  # type: ignore[override]
         return self.able and self.choice.open
 
+    @property
+    def least_bytes(self) -> int:  # type: ignore[override]
+        return LEAST_BYTES
+
     def start(self, begun: Any, variables: Sequence[Variable], due: bool) -> None:
         if self.able and self.choice.early:
             self._waiting += variables
-            if sum(v.size * v.dtype.itemsize for v in self._waiting) >= LEAST_BYTES:
+            if sum(v.size * v.dtype.itemsize for v in self._waiting) >= self.least_bytes:
                 self._send()
 
     def _send(self) -> None:

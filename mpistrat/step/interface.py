@@ -102,10 +102,12 @@ class Starter:
     Attributes:
         able: False once no sum can start early; the same on every rank.
         early: whether sums start early in this step, or on trial; the same on every rank.
+        least_bytes: of gradients that start together; fewer wait for the step.
     """
 
     able: bool = False
     early: bool = False
+    least_bytes: int = 0
 
     def __init__(self, placement: Any) -> None:
         """Create the starter of one optimizer, for the variables of a placement."""

@@ -25,6 +25,7 @@ from ..comm.arrays import to_host
 from ..strategy.contexts import local_replica
 from ..strategy.loss import summed_replicas
 from ..variables import Variable
+from ..variables.sharded import each_variable
 from .sync_batch_norm import SyncBatchNorm
 from .tensors import LocalGradient, array_of, slices_of, tensor_of
 from .weights import ModulePasses, plain_copy, with_passes
@@ -379,8 +380,11 @@ def forget_gradients(links: Iterable[TorchLink], set_to_none: bool) -> None:
 
 
 def pairs_of_links(links: Iterable[TorchLink], by_rows: bool) -> list[tuple[Any, Variable]]:
-    """Return `TorchLink.pair` of each link whose parameter is trained or has a gradient; the common case comes first."""
-    pairs = []
+    """Return the pairs, of variables or their parts, of links whose parameter is trained or has a gradient.
+
+    The common case, that of a gradient in place, comes first.
+    """
+    pairs: list[tuple[Any, Variable]] = []
     for link in links:
         parameter = link._parameter()
         if parameter is None:
@@ -390,7 +394,7 @@ def pairs_of_links(links: Iterable[TorchLink], by_rows: bool) -> list[tuple[Any,
         if in_place and parameter.data_ptr() == link.address and parameter.dtype is link.dtype:
             pairs.append(link._present)
         elif gradient is not None or parameter.requires_grad:
-            pairs.append(link.pair(by_rows))
+            pairs += each_variable([link.pair(by_rows)])
     return pairs
 
 

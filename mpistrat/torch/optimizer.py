@@ -16,7 +16,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from torch.optim import optimizer as base
 
-from ..base import log
+from ..base import context, log
 from ..base.errors import explain
 from ..comm.arrays import accumulation_dtype, to_host
 from ..strategy.contexts import in_step, local_replica, stepping
@@ -48,14 +48,16 @@ class Overlap:
     """
 
     def __init__(self, rule: Any, strategy: Any, links: Sequence[TorchLink]) -> None:
-        """Make buckets if sums can start early: on several nodes, or on GPUs, with one replica per rank."""
+        """Make buckets if sums can start early: of enough bytes, on several nodes or on GPUs, with one replica per rank."""
         self._rule, self._strategy = rule, strategy
         self._buckets: list[list[TorchLink]] = []
         extended = strategy.extended
         placement = extended.placement
         several = placement.group.num_nodes > 1 or (rule._core.begun.on_one_node and placement.group.topology.size > 1)
         if placement.store is None and len(extended.replicas) == 1 and several:
-            self._fill([link for link in reversed(links) if link.gradient is not None])
+            trained = [link for link in reversed(links) if link.gradient is not None]
+            if sum(link.variable.nbytes for link in trained) >= rule._core.begun.least_bytes(strategy):
+                self._fill(trained)
         self._versions: dict[TorchLink, int] = {}  # of the started sums
         self._reset()
 
@@ -66,14 +68,13 @@ class Overlap:
                 self._buckets.append([])
                 room = _BUCKET_BYTES
             self._buckets[-1].append(link)
-            room -= link.variable.size * link.variable.dtype.itemsize
+            room -= link.variable.nbytes
             link.noted = self._note
 
     def _reset(self) -> None:
         self._versions.clear()
         self._next, self._missing = 0, [set(bucket) for bucket in self._buckets]
 
-    @torch.compiler.disable
     def _note(self, link: TorchLink) -> None:
         """Record a completed gradient. Collective for the last one of a bucket."""
         if self._next == len(self._buckets) or not self._rule._core.begun.early:
@@ -89,7 +90,8 @@ class Overlap:
     def settle(self) -> None:
         """Make the step use the started sums, or sum again if a gradient has changed. Collective."""
         if not self._versions:
-            self._reset()
+            if self._buckets:
+                self._reset()
             return
         final = all(_version(link) == version for link, version in self._versions.items())
         group = self._strategy.extended.process_group
@@ -210,7 +212,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         if count.value is not None:
             count.used = True
             rule.counts.append(count.value)
-        rule.apply_gradients(pairs)
+        rule._apply_pairs(context.expect_replica("Optimizer.step"), pairs)
 
     def _own_replica(self) -> int:
         """Return this local replica; outside of steps, the first one."""
