@@ -6,6 +6,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test
 
 import mpistrat as ms  # noqa: E402
 from mpistrat.arena import early  # noqa: E402
+from mpistrat.comm.process_group import ProcessGroup  # noqa: E402
 from mpistrat.step import early_start  # noqa: E402
 from mpistrat.torch import optimizer as overlap  # noqa: E402
 
@@ -122,3 +123,28 @@ def test_losses_that_are_counted(started):
 def test_a_layer_that_is_left_out(started):
     same(a_layer_left_out)
     assert len(started) == 4
+
+
+@pytest.mark.parametrize(("width", "begun"), [(8, False), (WIDTH, True)])
+def test_a_small_module_makes_no_calls_for_sums_that_cannot_start_early(monkeypatch, width, begun):
+    # Early sums are of at least 4 MiB: these are 4 · (8² + 8) and 4 · (512² + 512) numbers of 4 bytes.
+    monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", "0")
+    calls, plain = [], ProcessGroup.collective
+
+    def noted(group, op, *given, **named):
+        calls.append(op)
+        return plain(group, op, *given, **named)
+
+    monkeypatch.setattr(ProcessGroup, "collective", noted)
+    module = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(4)))
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            ms.torch.distribute(module, optimizer, overlap=True)
+        calls.clear()
+        for _ in range(3):
+            optimizer.zero_grad()
+            module(torch.ones(2, width)).square().mean().backward()
+            optimizer.step()
+    assert calls.count("apply_gradients") == 3
+    assert any(each.startswith("begin") for each in calls) == begun
