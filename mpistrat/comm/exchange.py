@@ -225,12 +225,12 @@ def gather_into(group: ProcessGroup, call: Call, own: np.ndarray, rooms: Sequenc
         rooms: on the root, flat uint8 arrays, by rank, which receive them.
         root: the rank that receives.
     """
-    from mpi4py import MPI
-
     comm, rank = group.topology.comm, group.topology.rank
     if staged(group, own.size):
         _stage_gather(group, call, own, rooms if rank == root else (), own.size)
         return
+    from mpi4py import MPI
+
     for piece in _pieces(group, own.size):
         if rank != root:
             comm.Gatherv([own[piece], MPI.BYTE], None, root)
@@ -250,8 +250,6 @@ def scatter_into(group: ProcessGroup, call: Call, parts: Sequence[np.ndarray], o
         own: flat uint8 array that receives this rank's part, as many bytes on every rank.
         root: the rank that sends.
     """
-    from mpi4py import MPI
-
     comm, rank, size = group.topology.comm, group.topology.rank, group.topology.size
     if staged(group, own.size):
         room = STAGING_BYTES // size // _LINE * _LINE
@@ -266,6 +264,8 @@ def scatter_into(group: ProcessGroup, call: Call, parts: Sequence[np.ndarray], o
 
         _stage(group, call, own.size, room, write, read)
         return
+    from mpi4py import MPI
+
     for piece in _pieces(group, own.size):
         if rank != root:
             comm.Scatterv(None, [own[piece], MPI.BYTE], root)

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import FrameType
@@ -1096,12 +1096,12 @@ def _line_of_call() -> str:
     return ""
 
 
-@contextlib.contextmanager
-def _profiled(function: str) -> Iterator[None]:
-    """Show an operation in torch's profiler, if it runs. It sees the calling thread."""
+def _profiled(function: str) -> contextlib.AbstractContextManager[Any]:
+    """Return a context that shows an operation in torch's profiler, if it runs. It sees the calling thread."""
     if not torch.autograd._profiler_enabled():
-        yield
-        return
+        return _UNSEEN
     given = getattr(c10d, "_get_comm_profiling_name", str)()  # by dist.record_comm, from PyTorch 2.13 on
-    with torch.profiler.record_function(given or f"{NAME}:{function.removeprefix('dist.')}"):
-        yield
+    return torch.profiler.record_function(given or f"{NAME}:{function.removeprefix('dist.')}")
+
+
+_UNSEEN = contextlib.nullcontext()

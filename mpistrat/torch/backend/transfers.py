@@ -316,7 +316,7 @@ class _Transfer(OperationWork):
     def _test(self) -> bool:
         """Return True if the transfer has ended; an error of it is its outcome."""
         with self._testing:
-            if self._event.is_set():
+            if self._done:
                 return True
             try:
                 if not self._arrived():
@@ -369,7 +369,7 @@ class _Transfer(OperationWork):
         try:
             self._wait(self._seconds, lambda: self._thread is own)
         except Exception as error:
-            if not self._event.is_set():
+            if not self._done:
                 self.finish(error)
 
 

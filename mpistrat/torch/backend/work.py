@@ -71,7 +71,8 @@ class OperationWork(dist.Work):
         self.what, self.source = what, -1
         self._result = result
         self._error: Exception | None = None
-        self._event, self._lock = threading.Event(), threading.Lock()
+        self._done, self._lock = False, threading.Lock()
+        self._event: threading.Event | None = None  # of a thread that waits: most operations have ended by then
         self._ended: Future[None] | None = None
         self._future: Future[Any] | None = None
         _keep(self)
@@ -80,9 +81,10 @@ class OperationWork(dist.Work):
     def finish(self, error: Exception | None = None) -> None:
         """Set the outcome, wake the waiting threads and run the callbacks of the future in this thread."""
         with self._lock:
-            self._error = error
-            self._event.set()
-            ended = self._ended
+            self._error, self._done = error, True
+            ended, event = self._ended, self._event
+        if event is not None:
+            event.set()
         if ended is not None:
             ended.set_result(None)
 
@@ -98,7 +100,7 @@ class OperationWork(dist.Work):
         Raises:
             RuntimeError: the operation takes longer than `timeout`; it continues.
         """
-        if not self._event.wait(seconds_of(timeout)):
+        if not self._done and not self._await_end(seconds_of(timeout)):
             text = f"{self.what}: Timed out waiting {timeout} for the operation, which continues"
             raise torch_error(CollectiveTimeoutError(text), "")
         _kept.discard(self)
@@ -106,13 +108,23 @@ class OperationWork(dist.Work):
             raise self._error
         return True
 
+    @final
+    def _await_end(self, seconds: float | None) -> bool:
+        """Wait until the operation has ended; return False if it takes longer."""
+        with self._lock:
+            if self._event is None:
+                self._event = threading.Event()
+            if self._done:
+                return True
+        return self._event.wait(seconds)
+
     def synchronize(self) -> None:
         """Wait until the operation has ended."""
         self.wait()
 
     def is_completed(self) -> bool:
         """Return True if the operation has ended."""
-        return self._event.is_set()
+        return self._done
 
     def is_success(self) -> bool:
         """Return True if the operation has ended without an error."""
@@ -143,7 +155,7 @@ class OperationWork(dist.Work):
             if self._future is None:
                 self._ended = Future()
                 self._future = self._ended.then(self._outcome)
-                if self._event.is_set():
+                if self._done:
                     self._ended.set_result(None)
             return self._future
 
