@@ -263,12 +263,9 @@ class Optimizer(UpdateRule, metaclass=_Counted):
             1
         """
         replica = context.expect_replica("apply_gradients")
-        self._apply_pairs(replica, each_variable(grads_and_vars), bool(experimental_aggregate_gradients))
+        pairs = ReplicaPairs(each_variable(grads_and_vars))
+        replica.merge_call(self._take_step, args=(pairs, bool(experimental_aggregate_gradients)))
         return self.iterations
-
-    def _apply_pairs(self, replica: Any, pairs: list[tuple[Any, Variable]], aggregate: bool = True) -> None:
-        """Take a replica's step with pairs of variables, each part of a ShardedVariable by itself. Collective."""
-        replica.merge_call(self._take_step, args=(ReplicaPairs(pairs), aggregate))
 
     def scale_loss(self, loss: Any) -> Any:
         """Return a loss times `loss_scale_factor`, for the computation of gradients."""

@@ -212,7 +212,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         if count.value is not None:
             count.used = True
             rule.counts.append(count.value)
-        rule._apply_pairs(context.expect_replica("Optimizer.step"), pairs)
+        rule.take(context.expect_replica("Optimizer.step"), pairs)
 
     def _own_replica(self) -> int:
         """Return this local replica; outside of steps, the first one."""

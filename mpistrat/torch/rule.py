@@ -21,7 +21,7 @@ import torch
 from ..base import log
 from ..base.errors import explain
 from ..optimizers.foreign import ForeignRule
-from ..optimizers.gradients import pairs_of
+from ..optimizers.gradients import ReplicaPairs, pairs_of
 from ..optimizers.rule import Block, UpdateRun
 from ..optimizers.settings import as_attribute, check_groups, group_settings
 from ..strategy.contexts import in_step
@@ -395,6 +395,10 @@ class TorchRule(ForeignRule):
                 self.__taken_by[variable] = group if key is None else known[key]
         self.__together = False
         self._core.steps.clear()
+
+    def take(self, replica: Any, pairs: list[tuple[Any, Variable]]) -> None:
+        """Take a replica's step, as `apply_gradients` of variables and parts of them. Collective; in replica context."""
+        replica.merge_call(self._take_step, args=(ReplicaPairs(pairs), True))
 
     def _take_step(self, strategy: Any, pairs: Any, aggregate: bool) -> None:
         """Take a step; parameters without a gradient take none. Collective; in cross-replica context."""
