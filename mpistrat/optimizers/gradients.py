@@ -103,7 +103,8 @@ def load_gradients(replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
         ValueError: the replicas have gradients for other variables; a shape that is not the variable's.
         TypeError: numbers that do not fit.
     """
-    check_same(replicas, key)
+    if len(replicas) > 1:
+        check_same(replicas, key)
     for replica, pairs in enumerate(replicas):
         for gradient, variable in pairs:
             if gradient is not None:

@@ -222,10 +222,11 @@ class BlockUpdate:
         decays = list(decays)
         if self._in_one_pass(target, parts, slots, decays, scales, calls):
             return
-        block = self.block
-        for low in range(0, target.size, block.size):
-            high = min(low + block.size, target.size)
-            gradient, own = block[: high - low], {name: slot[low:high] for name, slot in slots.items()}
+        block, size = self.block, target.size
+        for low in range(0, size, block.size):
+            high = min(low + block.size, size)
+            gradient = block[: high - low]
+            own = slots if high - low == size else {name: slot[low:high] for name, slot in slots.items()}
             self._sum(parts, low, high, gradient)
             if calls:
                 form_mean(gradient, own[GRADIENT_SUM], calls)
