@@ -74,11 +74,13 @@ class Parameter(NamedTuple):
 
     Attributes:
         name: as the program knows it.
-        value: its array or tensor, which shares its memory.
+        value: its array or tensor, which shares its memory unless there is `assign`.
+        assign: sets other values.
     """
 
     name: str
     value: Any
+    assign: Callable[[Any], Any] | None = None
 
 
 class Observer:
@@ -97,6 +99,20 @@ class Observer:
 
     def updated(self, strategy: Any, optimizer: Any, replicas: Sequence[Sequence[tuple[Any, Any]]]) -> None:
         """Handle the same pairs after the update. Collective: an error that it raises, it raises on every rank."""
+
+    # steps of models of another library
+
+    def begin_pass(self, strategy: Any, inputs: Mapping[str, Any] | None, parameters: Sequence[Parameter]) -> None:
+        """Handle the rows of a step's pass, None if unknown, and the parameters before the step's first one. Local."""
+
+    def gradient(self, name: str, value: Any, factor: float = 1.0, local: bool = True) -> None:
+        """Handle a gradient; a local one's sum over the ranks, times the factor, is that of one process. Local."""
+
+    def leave_out(self, operation: str, reason: str, rest: bool = False) -> None:
+        """Handle an operation, and all that follows if `rest`, that cannot be equal on several ranks. Local."""
+
+    def end_step(self, strategy: Any, parameters: Sequence[Parameter]) -> None:
+        """Handle the parameters after the update of a step. Collective, as `updated`."""
 
 
 OBSERVERS: list[Observer] = []  # of this process; empty unless a part such as `shadow/` adds one

@@ -18,10 +18,10 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from ..base import context
 from ..base.devices import parse
 from ..base.errors import ContextError, LayoutError, check_framework, explain
-from .link import ModelLink, subclass
+from .link import ModelLink, arrays_of, subclass
 from .model import DistributedModel
 from .optimizer import DistributedOptimizer, distribute_optimizer, in_graph
-from .state import arrays_of, describe_optimizer
+from .state import describe_optimizer
 
 __all__ = [
     "distribute",
@@ -164,7 +164,8 @@ def distribute(model: M) -> M:
         check_framework(backend, "keras", keras.__version__, "3.15", "older versions read batches ahead of the step")
         check_framework(backend, "jax", jax.__version__, "0.6", "older versions have no buffer_callback")
     given.__class__ = subclass(type(given), DistributedModel)
-    vars(given)["mpistrat"] = ModelLink(context.get_strategy())
+    vars(given)["mpistrat"] = link = ModelLink(context.get_strategy())
+    link.model = weakref.ref(given)
     context.get_strategy().extended.models.add(given)
     guard(given)
     if given.compiled:

@@ -181,6 +181,8 @@ class FusedUpdate:
             share: the factor of this rank's gradients.
         """
         link = self._link
+        if link.seen is not None:
+            link.seen.gradients([self._variables[index] for index in there], gradients, share)
         self._follow()
         mine, ranges = self._gradients.local[0], []
         for array, index in zip(gradients, there, strict=True):

@@ -22,6 +22,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
 
 from ..base import log
+from ..base.context import OBSERVERS
 from ..base.distributed_values import PerReplica
 from ..base.errors import CollectiveMismatchError, explain
 from ..base.global_batch import BatchPart
@@ -33,6 +34,7 @@ from ..data.nodes.sources import row_content
 from ..strategy.input import Distributor, Division
 from ..strategy.loss import weight_of_pass
 from .link import ModelLink
+from .observed import inputs_of
 
 __all__ = ["KerasBatches", "ServedBatches", "arrays_in", "batches_of", "with_row"]
 
@@ -81,6 +83,8 @@ class KerasBatches(data_adapter.DataAdapter):
         self.counts, self.link.counts = [], True
         for batch, rows, total in self.local_batches():
             self.link.begin_batch(rows, total, batch, self.training)
+            if OBSERVERS and self.training:
+                self.link.read.append(inputs_of(batch, rows == 0))
             self.counts.append(_rows(batch) if rows is None else rows)
             yield _converted(batch)
 

@@ -87,10 +87,11 @@ class _KerasUpdate:
                 return optimizer.stateless_apply(slots, gradients, weights)
 
         self._link, self._updated = optimizer.mpistrat, jax.jit(updated, donate_argnums=(0, 2))
-        self._weigh = functools.partial(self._link.share_of_step, optimizer)
+        weigh = functools.partial(self._link.share_of_step, optimizer)
+        self._sum = functools.partial(self._link.sum_gradients, weigh=weigh, of=list(optimizer._trainable_variables))
 
     def __call__(self, weights: Any, slots: Any, gradients: Sequence[np.ndarray]) -> tuple[Any, Any]:
-        weights, slots = self._updated(slots, self._link.sum_gradients(*gradients, weigh=self._weigh), weights)
+        weights, slots = self._updated(slots, self._sum(*gradients), weights)
         return weights, slots
 
 

@@ -24,7 +24,7 @@ from ..comm.process_group import ProcessGroup
 from ..optimizers.foreign import write_share
 from ..strategy.loss import summed_replicas, weight_of_pass
 
-__all__ = ["ModelLink", "subclass"]
+__all__ = ["ModelLink", "arrays_of", "subclass"]
 
 
 @final
@@ -55,6 +55,10 @@ class ModelLink:
         current: True if all ranks have rank 0's weights.
         steps: the number of steps in a call of Keras's loop.
         update: sends gradients to servers, while `fit` runs under parameter servers.
+        model: a weak reference to the model.
+        read: batches of training that were read while there are observers.
+        seen: the step that observers see, if there are any.
+        traced: True if the training step was compiled for observers.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -76,6 +80,10 @@ class ModelLink:
         self.current = False
         self.steps = 1
         self.update: Any = None
+        self.model: Any = None
+        self.read: list[Any] = []
+        self.seen: Any = None
+        self.traced = False
         self.alone = len(extended.replicas) == 1
         self.joined: list[Any] = []
         # Counts of training steps: all, those before this loop, and at the last change of shares; this rank's share, 0 if equal.
@@ -204,14 +212,21 @@ class ModelLink:
             "is of no distributed dataset; or give ranks equal parts (drop_remainder=True)"
         )
 
-    def sum_gradients(self, *arrays: np.ndarray, weigh: Callable[[], float]) -> list[np.ndarray]:
+    def sum_gradients(
+        self, *arrays: np.ndarray, weigh: Callable[[], float], of: Sequence[Any] = ()
+    ) -> list[np.ndarray]:
         """Return the sums over all ranks of weighted arrays, one call per dtype. Collective; in any thread.
 
-        The results are valid until the next call. `weigh` returns this rank's factor.
+        The results are valid until the next call. `weigh` returns this rank's factor; `of` are the variables whose gradients the
+        arrays are.
         """
         try:
             totals: list[Any] = list(arrays)
             share = weigh()
+            if self.seen is not None and of:
+                self.seen.gradients(of, arrays, share)
+            if self.size == 1:
+                return totals
             by_dtype: dict[np.dtype, list[int]] = {}
             for index, array in enumerate(arrays):
                 by_dtype.setdefault(array.dtype, []).append(index)
@@ -432,6 +447,11 @@ class ModelLink:
         if who and len(who) < len(table) and not self.stops:
             log.logger.info("keras: stop_training was set by %s: all ranks stop", named("rank", who))
         return bool(who)
+
+
+def arrays_of(variables: Sequence[Any]) -> list[np.ndarray]:
+    """Return copies of variables' values."""
+    return [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
 
 
 def _close(a: np.ndarray, b: np.ndarray) -> bool:

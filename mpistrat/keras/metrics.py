@@ -10,7 +10,7 @@ import numpy as np
 
 from ..base.errors import explain
 from ..base.metric_state import MetricState
-from .state import arrays_of
+from .link import arrays_of
 
 __all__ = ["REMEDY", "KerasMetric", "is_keras_metric"]
 

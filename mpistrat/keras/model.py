@@ -15,15 +15,17 @@ import keras
 import numpy as np
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 
+from ..base.context import OBSERVERS
 from ..base.errors import explain
 from .compiled import describe_compiled, over_ranks
 from .inputs import KerasBatches, ServedBatches, arrays_in, batches_of, with_row
 from .jax_step import JaxStep
-from .link import ModelLink
+from .link import ModelLink, arrays_of
 from .metrics import REMEDY
+from .observed import inputs_of, observed_step
 from .optimizer import distribute_optimizer, not_in_fit
 from .served import ServedUpdate, check_served
-from .state import arrays_of, describe, optimizers_in, own_arrays, statistics_of, take_from_root
+from .state import describe, optimizers_in, own_arrays, statistics_of, take_from_root
 
 __all__ = [
     "DistributedModel",
@@ -152,11 +154,13 @@ class DistributedModel(keras.Model):
 
     def make_train_function(self, force: bool = False) -> Any:
         """Make the function of a training step."""
+        seen = bool(OBSERVERS)
+        force, self.mpistrat.traced = force or seen != self.mpistrat.traced, seen
         super().make_train_function(force)
         function = self.train_function
         if not isinstance(function, KerasStep) and (step := JaxStep.of(self)) is not None:
             function = self._make_function(step)
-        self.train_function = KerasStep.around(self, function)
+        self.train_function = KerasStep.around(self, function, training=True)
         return self.train_function
 
     def make_test_function(self, force: bool = False) -> Any:
@@ -322,6 +326,8 @@ class DistributedModel(keras.Model):
             data = tuple(given[name] for name in names)
             link.begin_own_batch(function.__name__, [leaf for leaf in keras.tree.flatten(data) if leaf is not None])
             link.compare_replicas(function.__name__, "batches", arrays_in(data))
+            if OBSERVERS and function.__name__ == "train_on_batch":
+                link.read[:] = [inputs_of(data, link.rowless)]
             if link.rowless:
                 data = keras.tree.map_structure(with_row, data, none_is_leaf=False)
                 given.update(zip(names, data, strict=True))
@@ -452,13 +458,13 @@ class KerasStep:
     of the model's states that depend on rows: the ones that differ between the ranks with rows.
     """
 
-    def __init__(self, model: Any, function: Callable[..., Any]) -> None:
-        self._model, self._function = model, function
+    def __init__(self, model: Any, function: Callable[..., Any], training: bool) -> None:
+        self._model, self._function, self._training = model, function, training
 
     @classmethod
-    def around(cls, model: Any, function: Any) -> KerasStep:
+    def around(cls, model: Any, function: Any, training: bool = False) -> KerasStep:
         """Return the step of a function, or the function itself if it is one."""
-        return function if isinstance(function, cls) else cls(model, function)
+        return function if isinstance(function, cls) else cls(model, function, training)
 
     def __call__(self, *args: Any) -> Any:
         """Take a step: torch (batches), TensorFlow (iterator), JAX (state, iterator). Collective in training."""
@@ -469,9 +475,10 @@ class KerasStep:
         if not link.counts:
             return ({}, *state) if state else {}
         with link.step(), over_ranks(link):
-            if not link.some_rowless:
-                return self._function(*state, source)
-            return self._with_rowless_ranks(*state, source)
+            take = self._with_rowless_ranks if link.some_rowless else self._function
+            if OBSERVERS and self._training:
+                return observed_step(self._model, take, *state, source)
+            return take(*state, source)
 
     def _with_rowless_ranks(self, *args: Any) -> Any:
         model, link = self._model, self._model.mpistrat

@@ -9,10 +9,14 @@ from typing import Any
 import keras
 import numpy as np
 
+from ..base.context import OBSERVERS
 from ..base.errors import ContextError, LayoutError, explain
 from .link import ModelLink, subclass
+from .observed import observed_update, report_compiled
 
 __all__ = ["DistributedOptimizer", "distribute_optimizer", "in_graph", "not_in_fit", "sum_over_ranks"]
+
+_Add = Callable[..., list[np.ndarray]]  # of arrays of the host: the sums over the ranks
 
 
 class DistributedOptimizer(keras.optimizers.Optimizer):
@@ -31,15 +35,28 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             super().apply(grads, trainable_variables)
             return
         variables = None if trainable_variables is None else list(trainable_variables)
+        grads = list(grads)
+        if not OBSERVERS or self.mpistrat.in_step:
+            self._sum_and_apply(grads, variables)
+        elif in_graph(grads):
+            report_compiled(self.name)
+            self._sum_and_apply(grads, variables)
+        else:
+            if not self.built and variables is not None:
+                self.build(variables)
+            with observed_update(self.mpistrat, self._trainable_variables):
+                self._sum_and_apply(grads, variables)
+
+    def _sum_and_apply(self, grads: list[Any], variables: list[Any] | None) -> None:
         if self.mpistrat.served:
-            self._apply_by_servers(list(grads), variables)
+            self._apply_by_servers(grads, variables)
             return
         if self.built and keras.backend.backend() == "torch" and self.mpistrat.size > 1 and self.mpistrat.alone:
             known = self._trainable_variables if variables is None else variables
-            if _torch_update()(self, list(grads), known):
+            if _torch_update()(self, grads, known):
                 return
-        grads = list(grads)
-        grads = sum_over_ranks(self.mpistrat, grads, self.mpistrat.weigher(self, in_graph(grads)), variables)
+        of = self._trainable_variables if variables is None else variables
+        grads = sum_over_ranks(self.mpistrat, grads, self.mpistrat.weigher(self, in_graph(grads)), variables, of)
         with self.mpistrat.after_sum():
             super().apply(grads, variables)
 
@@ -74,10 +91,23 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             expected, got = "Keras's own train_step, compiled", "another train_step, or no jit"
             remedy = "With JAX as Keras's backend, use ms.MultiWorkerMirroredStrategy() for a train_step of your own"
             raise LayoutError(explain("fit", "train_step", expected=expected, got=got, remedy=remedy))
-        grads = list(grads)
-        grads = sum_over_ranks(link, grads, link.weigher(self, in_graph(grads)))
+        given = optimizer_variables, list(grads), list(trainable_variables)
+        if not OBSERVERS or link.in_step:
+            return self._sum_and_return(*given)
+        if in_graph(given[1]):
+            report_compiled(self.name)
+            return self._sum_and_return(*given)
+        values = given[2]
+        with observed_update(link, self._trainable_variables, values):
+            weights, slots = self._sum_and_return(*given)
+            values[:] = weights
+        return weights, slots
+
+    def _sum_and_return(self, slots: Any, grads: list[Any], weights: Any) -> Any:
+        link = self.mpistrat
+        summed = sum_over_ranks(link, grads, link.weigher(self, in_graph(grads)), of=self._trainable_variables)
         with link.after_sum():
-            return super().stateless_apply(optimizer_variables, grads, trainable_variables)
+            return super().stateless_apply(slots, summed, weights)
 
 
 def distribute_optimizer(link: ModelLink, optimizer: Any) -> None:
@@ -106,8 +136,9 @@ def not_in_fit(function: str) -> LayoutError:
 
 
 def sum_over_ranks(
-    link: ModelLink, gradients: Sequence[Any], weigh: Callable[[], float], variables: Sequence[Any] | None = None
-) -> list[Any]:
+    link: ModelLink, gradients: Sequence[Any], weigh: Callable[[], float], variables: Sequence[Any] | None = None,
+    of: Sequence[Any] = (),
+) -> list[Any]:  # fmt: skip
     """Return the weighted sum over all ranks of each gradient; None stays None.
 
     The computation is collective, in the current step.
@@ -117,14 +148,16 @@ def sum_over_ranks(
         gradients: the backend's tensors.
         weigh: returns the share, when the sum is computed.
         variables: of the gradients, if known: TensorFlow's sparse gradients have no shape.
+        of: the variables of gradients that observers see.
     """
     there = [index for index, gradient in enumerate(gradients) if gradient is not None]
     totals = list(gradients)
-    if link.size == 1 or not there:
+    if not there or (link.size == 1 and not (of and OBSERVERS)):
         return totals
+    add = functools.partial(link.sum_gradients, weigh=weigh, of=[of[index] for index in there] if of else ())
     shapes = [tuple((gradients if variables is None else variables)[index].shape) for index in there]
-    add = _BACKENDS[keras.backend.backend()]
-    for index, total in zip(there, add(link, [gradients[index] for index in there], weigh, shapes), strict=True):
+    sums = _BACKENDS[keras.backend.backend()](add, [gradients[index] for index in there], shapes)
+    for index, total in zip(there, sums, strict=True):
         totals[index] = total
     return totals
 
@@ -144,25 +177,22 @@ def in_graph(tensors: Iterable[Any]) -> bool:
     return not tf.executing_eagerly()
 
 
-def _torch_add(
-    link: ModelLink, tensors: list[Any], weigh: Callable[[], float], shapes: list[tuple[int, ...]]
-) -> list[Any]:
-    add = _outside_of_torch_graphs()
-    return add(link, [tensor.to_dense() if tensor.is_sparse else tensor for tensor in tensors], weigh)
+def _torch_add(add: _Add, tensors: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
+    return _outside_of_torch_graphs()(add, [tensor.to_dense() if tensor.is_sparse else tensor for tensor in tensors])
 
 
 @functools.cache
-def _outside_of_torch_graphs() -> Callable[[ModelLink, list[Any], Callable[[], float]], list[Any]]:
+def _outside_of_torch_graphs() -> Callable[[_Add, list[Any]], list[Any]]:
     """Return the function that sums tensors, for which torch.compile leaves its graph."""
     import torch
 
     from ..torch.tensors import array_of, tensor_of
 
-    def add(link: ModelLink, tensors: list[Any], weigh: Callable[[], float]) -> list[Any]:
-        totals = link.sum_gradients(*(array_of(tensor.detach().cpu()) for tensor in tensors), weigh=weigh)
+    def summed(add: _Add, tensors: list[Any]) -> list[Any]:
+        totals = add(*(array_of(tensor.detach().cpu()) for tensor in tensors))
         return [tensor_of(total).to(tensor.device) for total, tensor in zip(totals, tensors, strict=True)]
 
-    disabled: Callable[[ModelLink, list[Any], Callable[[], float]], list[Any]] = torch.compiler.disable(add)
+    disabled: Callable[[_Add, list[Any]], list[Any]] = torch.compiler.disable(summed)
     return disabled
 
 
@@ -202,16 +232,14 @@ def _torch_push(step: Callable[..., list[np.ndarray]], gradients: list[Any], wei
     return disabled()
 
 
-def _jax_add(
-    link: ModelLink, tensors: list[Any], weigh: Callable[[], float], shapes: list[tuple[int, ...]]
-) -> list[Any]:
+def _jax_add(add: _Add, tensors: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
     import jax
     from jax.experimental.buffer_callback import buffer_callback
 
     forms = [jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in tensors]
 
     def add_buffers(_: Any, totals: Sequence[Any], *buffers: Any) -> None:
-        for target, total in zip(totals, link.sum_gradients(*map(np.asarray, buffers), weigh=weigh), strict=True):
+        for target, total in zip(totals, add(*map(np.asarray, buffers)), strict=True):
             np.copyto(np.asarray(target), total)
 
     # Totals replace gradients. Steps are in order since each needs the weights of the one before.
@@ -219,13 +247,10 @@ def _jax_add(
     return list(buffer_callback(add_buffers, forms, has_side_effect=True, input_output_aliases=places)(*tensors))
 
 
-def _tensorflow_add(
-    link: ModelLink, tensors: list[Any], weigh: Callable[[], float], shapes: list[tuple[int, ...]]
-) -> list[Any]:
+def _tensorflow_add(add: _Add, tensors: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
     import tensorflow as tf
 
     dense = [tf.convert_to_tensor(tensor) for tensor in tensors]
-    add = functools.partial(link.sum_gradients, weigh=weigh)
     totals = tf.numpy_function(add, dense, [tensor.dtype for tensor in dense], stateful=True)
     for total, shape in zip(totals, shapes, strict=True):
         total.set_shape(shape)

@@ -13,8 +13,7 @@ from ..base.errors import explain
 from ..strategy.loss import sums_workers
 from ..variables import Variable
 from .fused import CLIPS, fits, rule_of
-from .link import ModelLink
-from .state import arrays_of
+from .link import ModelLink, arrays_of
 
 __all__ = ["ServedUpdate", "check_served"]
 

@@ -13,10 +13,9 @@ import numpy as np
 from keras.src.random import seed_generator
 
 from .compiled import describe_layers
-from .link import ModelLink
+from .link import ModelLink, arrays_of
 
 __all__ = [
-    "arrays_of",
     "describe",
     "describe_optimizer",
     "optimizers_in",
@@ -24,11 +23,6 @@ __all__ = [
     "statistics_of",
     "take_from_root",
 ]
-
-
-def arrays_of(variables: Sequence[Any]) -> list[np.ndarray]:
-    """Return copies of variables' values."""
-    return [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
 
 
 def _is_seed(variable: Any) -> bool:

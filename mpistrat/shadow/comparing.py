@@ -41,7 +41,10 @@ class _Reply(NamedTuple):
     missing: list[str]  # recorded operations with other shapes here
     gradients: dict[str, np.ndarray]  # by the point's number
     rows: dict[str, np.ndarray]  # digests of rows by the pass's number
-    blind: str  # the operation after which random numbers differ, "" for none
+    blind: list[str]  # the operation after which nothing can be equal, and the reason; empty for none
+    seen: list[int]  # the points
+    extra: list[str]  # operations that were not recorded
+    unseen: dict[str, str]  # operations that cannot be compared, with the reason
 
 
 @final
@@ -50,20 +53,23 @@ class ShadowReport:
 
     Attributes:
         steps: compared steps.
+        whole: True if the program has no more.
         ranks: of the program.
         points: compared tensors.
+        rows: compared rows of batches.
         nearest: the largest difference relative to its tolerance, and its operation.
         left_out: operations that could not be compared, with the reason.
     """
 
     def __init__(self) -> None:
-        self.steps = self.points = self.ranks = 0
+        self.steps = self.points = self.rows = self.ranks = 0
+        self.whole = False
         self.nearest = (0.0, "")
         self.left_out: dict[str, str] = {}
 
     def __str__(self) -> str:
-        text = f"{counted(self.steps, 'step')} on {counted(self.ranks, 'rank')} equal the recorded run on one process"
-        text += f": {counted(self.points, 'tensor')} compared"
+        text = f"{'all ' * self.whole}{counted(self.steps, 'step')} on {counted(self.ranks, 'rank')} equal the recorded run"
+        text += f" on one process: {counted(self.points, 'tensor')} compared, {counted(self.rows, 'row')} of batches"
         if self.nearest[1]:
             text += f", the largest difference has {100 * self.nearest[0]:.0f} % of its tolerance: {self.nearest[1]}"
         for reason in dict.fromkeys(self.left_out.values()):
@@ -81,14 +87,14 @@ class Comparing(Session):
 
     Attributes:
         report: how much was compared so far.
-        differs: True after a difference.
     """
 
     def __init__(self, folder: Folder, steps: int, stop: bool = False) -> None:
         super().__init__(folder, steps, stop)
-        self.report, self.differs = ShadowReport(), False
+        self.report = ShadowReport()
         self._repetitions, self._deviations = folder.deviations()
-        self._blind = ""  # the operation after which random numbers differ
+        self._blind: list[str] = []  # as of a reply
+        self._difference: DifferenceError | None = None
         self._step: RecordedStep | None = None
         self._error = ""
         self._clear()
@@ -98,7 +104,9 @@ class Comparing(Session):
         self._rows_of: dict[bytes, list[tuple[int, int]]] = {}  # pass and number of the recorded rows, by digest
         self._ambiguous = False  # True if it is unknown which of several equal rows this rank has
         self._mine: list[tuple[int, int]] | None = None
-        self._reply = _Reply([], [], {}, [], {}, {}, "")
+        self._seen: set[int] = set()
+        self._extra: set[str] = set()
+        self._reply = _Reply([], [], {}, [], {}, {}, [], [], [], {})
 
     def _step_begins(self, parameters: Sequence[Parameter]) -> None:
         self._clear()
@@ -136,12 +144,18 @@ class Comparing(Session):
         if kind == "rows":
             if self._mine is None:
                 return
-            for number, rows, ours in self._recorded(operation):
+            recorded = self._recorded(operation)
+            for number, rows, ours in recorded:
+                self._seen.add(number)
                 self._compare(number, array, rows, ours)
+            if not recorded and self._mine:
+                self._extra.add(operation)
             return
         place = self._places.get(key)
         if place is None:
+            self._extra.add(operation)
             return
+        self._seen.add(place)
         if kind == "all":
             self._compare(place, array, None, None)
         else:
@@ -192,8 +206,16 @@ class Comparing(Session):
                 expected[point.axis] = self._rows
                 if list(shape) == expected:
                     return Replay(self._step.values[place], point.shape, point.axis, rows)
-        self._blind = operation
+        self._blind = [f"all after {operation}", "as it draws random numbers that cannot be replayed"]
         return None
+
+    def leave_out(self, operation: str, reason: str, rest: bool = False) -> None:
+        if self.done or (rest and self._blind):
+            return
+        if rest:
+            self._blind = [f"all after {operation}", reason]
+        else:
+            super().leave_out(operation, reason)
 
     # the end of a step
 
@@ -203,33 +225,80 @@ class Comparing(Session):
         if errors:
             raise ValueError(errors[0])
         if self._step is None:
+            if self.folder.ended():
+                text = f"one process ended after {counted(self.number - 1, 'step')}, the ranks have more"
+                raise self._found(self._of_count(self.number, list(range(len(replies))), text))
             self.finish(ranks)
             return
         all_ = [reply for reply, _ in replies]
-        self._blind = next((reply.blind for reply in all_ if reply.blind), "")
+        self._blind = next((reply.blind for reply in all_ if reply.blind), [])
         if self._blind:
-            self.report.left_out[f"all after {self._blind}"] = "as it draws random numbers that cannot be replayed"
+            self.report.left_out[self._blind[0]] = self._blind[1]
+        self._account(all_)
         findings = [*self._of_points(all_), *self._of_rows(all_), *self._of_draws(all_), *self._of_sums(all_)]
         self.report.ranks = len(all_)
         for reply in all_:
             for operation in reply.missing:
                 self.report.left_out[operation] = "as no axis of it is that of the rows"
         if findings:
-            self.done = self.differs = True
-            raise self._error_of(findings)
+            raise self._found(self._error_of(findings))
         self.report.steps = self.number
+
+    def _found(self, error: DifferenceError) -> DifferenceError:
+        """Return an error, after which the session ends."""
+        self.done, self._difference = True, error
+        return error
+
+    def _of_count(self, step: int, ranks: Sequence[int], text: str) -> DifferenceError:
+        remedy = "Give both the same data, global batches and epochs"
+        return DifferenceError(f"ms.shadow: step {step}, {named('rank', ranks)}, number of steps: {text}. {remedy}",
+                               step, ranks, "number of steps")  # fmt: skip
+
+    def close(self) -> None:
+        if self._difference is not None:  # the program may have caught it
+            raise self._difference
+        super().close()
+
+    def _closed(self) -> None:
+        report, recorded = self.report, self.folder.count()
+        if self.number <= min(recorded, self.steps):
+            text = f"the ranks ended after {counted(report.steps, 'step')}, one process took {recorded} or more"
+            raise self._found(self._of_count(self.number, list(range(report.ranks)), text))
+        if not report.points and not report.rows:
+            raise ValueError(f"{self.folder.function}: nothing was compared in {counted(report.steps, 'step')}: {report}")
+        report.whole = self.number <= self.steps and self.folder.ended()
+
+    def _account(self, replies: Sequence[_Reply]) -> None:
+        """Report what one process has and ranks have not, or ranks only."""
+        assert self._step is not None
+        left_out, points = self.report.left_out, self._step.points
+        self.report.rows += sum(len(digests[0]) for reply in replies for digests in reply.rows.values() if len(digests))
+        for reply in replies:
+            left_out |= reply.unseen
+        if self._blind:
+            return
+        lacking: dict[str, set[int]] = {}
+        for place, point in enumerate(points):
+            without = {rank for rank, reply in enumerate(replies) if place not in reply.seen}
+            if point.kind != "draw" and (len(without) == len(replies) or (without and point.kind == "all")):
+                lacking.setdefault(point.operation, set()).update(without)
+        for operation, ranks in lacking.items():
+            left_out[operation] = f"as {named('rank', sorted(ranks))} lacked it"
+        known = {point.operation for point in points}
+        left_out |= {each: "as only the ranks have it" for reply in replies for each in reply.extra if each not in known}
 
     def _sent(self) -> bytes:
         reply = self._reply
-        meta = [reply.differ, reply.names, reply.draws, reply.missing, self._blind, self._error]
+        meta = [reply.differ, reply.names, reply.draws, reply.missing, self._blind, self._error, sorted(self._seen),
+                sorted(self._extra), self._unseen]  # fmt: skip
         return packed(meta, {**reply.rows, **{f"gradient{key}": each for key, each in reply.gradients.items()}})
 
     @staticmethod
     def _read(data: bytes) -> tuple[_Reply, str]:
-        (differ, names, draws, missing, blind, error), arrays = unpacked(data)
+        (differ, names, draws, missing, blind, error, *seen), arrays = unpacked(data)
         gradients = {name[8:]: each for name, each in arrays.items() if name.startswith("gradient")}
         rows = {name: each for name, each in arrays.items() if name.startswith("rows")}
-        return _Reply([tuple(each) for each in differ], names, draws, missing, gradients, rows, blind), error
+        return _Reply([tuple(each) for each in differ], names, draws, missing, gradients, rows, blind, *seen), error
 
     def _of_points(self, replies: Sequence[_Reply]) -> list[_Finding]:
         assert self._step is not None

@@ -111,7 +111,12 @@ def installed(session: Session) -> Iterator[None]:
             from ..torch.observed import hooked
 
             stack.enter_context(hooked(session))
-        yield
+        try:
+            yield
+        except SystemExit as error:
+            if not error.code:  # the program ended by itself
+                session.close()
+            raise
         session.close()
 
 

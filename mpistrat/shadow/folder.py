@@ -17,6 +17,7 @@ from ..base.files import replacing
 __all__ = ["Folder", "Point", "RecordedPass", "RecordedStep", "joint_digests", "packed", "unpacked"]
 
 _FORMAT = 1
+_END = "end.json"
 
 
 class Point(NamedTuple):
@@ -107,12 +108,12 @@ class Folder:
     """
 
     def __init__(self, path: Path, function: str) -> None:
-        self.path, self._function = path, function
+        self.path, self.function = path, function
 
     def clear(self) -> None:
         """Create the folder, or remove what an earlier run recorded in it."""
         self.path.mkdir(parents=True, exist_ok=True)
-        for found in (*self.path.glob("step-*.npz"), *self.path.glob("rounding-*.json")):
+        for found in (*self.path.glob("step-*.npz"), *self.path.glob("rounding-*.json"), *self.path.glob(_END)):
             found.unlink()
 
     def _of(self, step: int) -> Path:
@@ -142,23 +143,37 @@ class Folder:
             if number == 1:
                 remedy = "Record on one process first: mpistrat shadow does, or ms.shadow.record"
                 got = f"a folder without one: {self.path}"
-                raise ValueError(explain(self._function, "folder", expected="a recorded run", got=got, remedy=remedy))
+                raise ValueError(explain(self.function, "folder", expected="a recorded run", got=got, remedy=remedy))
             return None
         try:
             meta, arrays = unpacked(path.read_bytes())
         except (zipfile.BadZipFile, KeyError, EOFError, ValueError) as error:
             got, remedy = f"a damaged one: {path}: {error}", "Record again"
             raise ValueError(
-                explain(self._function, "folder", expected="a recorded step", got=got, remedy=remedy)
+                explain(self.function, "folder", expected="a recorded step", got=got, remedy=remedy)
             ) from error
         if meta["format"] != _FORMAT:
             got = f"format {meta['format']}: {path}"
-            raise ValueError(explain(self._function, "folder", expected=f"format {_FORMAT}", got=got))
+            raise ValueError(explain(self.function, "folder", expected=f"format {_FORMAT}", got=got))
         points = [Point(*each) for each in meta["points"]]
         passes = [
             RecordedPass(order, names, arrays[f"rows{index}"]) for index, (order, names) in enumerate(meta["passes"])
         ]
         return RecordedStep(points, passes, [arrays[f"value{index}"] for index in range(len(points))], meta["epsilon"])
+
+    def count(self) -> int:
+        """Return the number of recorded steps."""
+        return len(list(self.path.glob("step-*.npz")))
+
+    def write_end(self, by_itself: bool) -> None:
+        """Record whether the program ended by itself, before the last step that was to be recorded."""
+        with replacing(self.path / _END) as path:
+            path.write_text(json.dumps({"by_itself": by_itself}))
+
+    def ended(self) -> bool:
+        """Return True if the recorded program ended by itself."""
+        path = self.path / _END
+        return path.exists() and bool(json.loads(path.read_text())["by_itself"])
 
     def rows(self) -> dict[bytes, str]:
         """Return the step and number of each row that was recorded, by its digest."""

@@ -5,7 +5,8 @@
     4 · (d + ε · √n · s)
 
 - ε: of the coarsest floating dtype seen so far in the run, 2⁻²³ for float32;
-- n: its summands: the elements of the widest row of the pass, times the rows of the global batch if it is a sum over rows;
+- n: its summands: the elements of the widest row of the pass, times the rows of the global batch if it is a sum over rows; of
+  parameters at the start of a step as of the last update;
 - s: its largest absolute value. ε √n s is the probable error of a sum of n numbers (Higham and Mary, SIAM J. Sci. Comput.
   2019), which grows with √n, not n, since roundings have random signs;
 - d: how far rounding carries in this program up to this tensor, measured: the largest difference between the recorded run and
@@ -154,6 +155,8 @@ def row_digests(array: Any, rows: int) -> np.ndarray:
     array = _in_host_memory(array)
     if hasattr(array, "detach"):
         array = array.float().numpy() if "bfloat16" in str(array.dtype) else array.numpy()
-    flat = np.ascontiguousarray(array).reshape(rows, -1)
-    found = (hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in flat)
+    flat = np.ascontiguousarray(array).reshape(rows, -1) if rows else np.empty((0, 0))
+    texts = flat.dtype == object  # whose bytes are addresses
+    data = (repr(row.tolist()).encode() if texts else row.tobytes() for row in flat)
+    found = (hashlib.blake2b(each, digest_size=8).digest() for each in data)
     return np.array([int.from_bytes(each, "little") for each in found], np.uint64)

@@ -59,10 +59,13 @@ class Session(Observer):
         self.folder, self.steps, self._stop = folder, steps, stop
         self.done, self.number = False, 1
         self.epsilon = 0.0
+        self._unseen: dict[str, str] = {}  # what cannot be seen or compared, with the reason
+        self._rows, self._widest = 0, 1.0
         self._start_step()
 
     def _start_step(self) -> None:
         self._counts: collections.Counter[str] = collections.Counter()
+        self._summands = self._widest * max(self._rows, 1)  # of the last update
         self._passes, self.begun, self._rows = 0, False, 0
         self._widest = 1.0
         self._gradients: list[Parameter] = []
@@ -106,6 +109,26 @@ class Session(Observer):
             return
         pairs = replicas[0]
         self.end(strategy, [Parameter(variable.name, variable.storage(0)) for _, variable in pairs])
+
+    def begin_pass(self, strategy: Any, inputs: Mapping[str, Any] | None, parameters: Sequence[Parameter]) -> None:
+        if self.done or strategy.extended.is_default:
+            return
+        self.check(strategy)
+        if inputs is not None:
+            self.begin(inputs, parameters)
+        elif not self.begun:
+            inputs = _inputs("batch", self._batch)
+            if not inputs:
+                self.leave_out("the rows of batches", "as a loop of the program's own does not show which they are")
+            self.begin(inputs, parameters)
+
+    def leave_out(self, operation: str, reason: str, rest: bool = False) -> None:
+        if not self.done:
+            self._unseen[operation] = reason
+
+    def end_step(self, strategy: Any, parameters: Sequence[Parameter]) -> None:
+        if not self.done and not strategy.extended.is_default:
+            self.end(strategy, parameters)
 
     def check(self, strategy: Any) -> None:
         """Raise ValueError for a strategy whose replicas are not its ranks.
@@ -161,7 +184,6 @@ class Session(Observer):
         self._handle(self._key(operation, kind), operation, kind, array * factor if factor != 1.0 else array)
 
     def gradient(self, name: str, value: Any, factor: float = 1.0, local: bool = True) -> None:
-        """Handle a gradient; a local one's sum over the ranks, times the factor, is that of one process."""
         self.value("sum" if local else "all", f"gradient of {name}", value, factor)
 
     def end(self, ranks: Any, parameters: Iterable[Parameter]) -> None:
@@ -178,13 +200,32 @@ class Session(Observer):
 
     def finish(self, ranks: Any) -> None:
         """End the session, and the program if that was asked for. Call it on every rank."""
-        self.done = True
+        self.close()
         if self._stop:
             raise SystemExit(0)
 
     def close(self) -> None:
-        """End the session at the end of the program. Local."""
+        """End the session at its last step, or at the end of the program. Local.
+
+        Raises:
+            ValueError: it has seen no step.
+        """
+        if self.done:
+            return
         self.done = True
+        if self.number == 1:
+            why = "".join(f". Not seen were {each}, {reason}" for each, reason in self._unseen.items())
+            half = ". A step started, and no optimizer ended it" if self.begun else ""
+            raise ValueError(
+                f"{self.folder.function}: the program took no step that ms.shadow sees{half}{why}. Steps are those of "
+                "ms.optimizers in strategy.run, of torch.optim, and of Keras models of ms.keras.distribute, inside a strategy "
+                "or DDP, after the session has started. Check that the program trains: a strategy's scope, or "
+                'init_process_group("mpi"), and data for at least one step'
+            )
+        self._closed()
+
+    def _closed(self) -> None:
+        """Handle the end, after some steps."""
 
     def draw(self, operation: str, state: np.ndarray, shape: Sequence[int] | None) -> Replay | None:
         """Handle an operation that draws random numbers; return the recorded ones to replay, if there are any.
@@ -222,6 +263,8 @@ class Session(Observer):
 
     def summands(self, kind: str, rows: int) -> float:
         """Return the number of summands of a tensor's elements: see `samples`."""
+        if not self._passes:  # at the start of a step
+            return self._summands
         return self._widest * (1 if kind == "rows" else max(rows, 1))
 
 
@@ -272,6 +315,9 @@ class Recording(_OfOneProcess):
         self.folder.write(self.number, self._step._replace(epsilon=self.epsilon))
         self._step = RecordedStep([], [], [], 0.0)
 
+    def _closed(self) -> None:
+        self.folder.write_end(self.number <= self.steps)
+
 
 @final
 class Rounding(_OfOneProcess):
@@ -287,17 +333,42 @@ class Rounding(_OfOneProcess):
         self._random = np.random.default_rng(number)
         self._found: dict[int, dict[str, float]] = {}
         self._known: dict[str, tuple[Point, np.ndarray]] = {}
+        self._passes_known: Sequence[RecordedPass] = ()
 
     def _step_begins(self, parameters: Sequence[Parameter]) -> None:
         step = self.folder.read(self.number)
         points = [] if step is None else zip(step.points, step.values, strict=True)
         self._known = {point.key: (point, values) for point, values in points}
+        self._passes_known = () if step is None else step.passes
         self._found[self.number] = {}
+        if self.number == 1:
+            self._check_start(parameters)
         for each in parameters:
-            _round(each.value, self._random)
+            _round(each, self._random)
+
+    def _check_start(self, parameters: Sequence[Parameter]) -> None:
+        """Raise ValueError unless the program starts with the recorded parameters."""
+        for each in parameters:
+            known, found = self._known.get(f"{_START.format(each.name)} #1"), host(each.value)
+            if known is None or found is None:
+                continue
+            point, values = known
+            mine = sample_like(found[0], None, point.shape, point.axis, values.shape[-1])
+            if mine is None or difference(mine.values, values).any():
+                raise self._other(f"parameter {each.name} starts with other numbers")
+
+    def _other(self, what: str) -> ValueError:
+        return ValueError(
+            f"{self.folder.function}: two runs of the program on one process differ: {what}. Nothing can be compared with such "
+            "a program. Seed its random numbers: of weights, of the order of rows (keras.utils.set_random_seed, "
+            "torch.manual_seed, np.random.seed)"
+        )
 
     def _pass_begins(self, names: Sequence[str], digests: np.ndarray) -> None:
-        pass
+        if self.number == 1 and not self._passes and self._passes_known:  # later rows may be computed by parameters
+            first = self._passes_known[0]
+            if first.digests.shape != digests.shape or (first.digests != digests).any():
+                raise self._other("the first batch has other rows")
 
     def _handle(self, key: str, operation: str, kind: str, array: np.ndarray) -> None:
         known = self._known.get(key)
@@ -310,14 +381,11 @@ class Rounding(_OfOneProcess):
         far = difference(found.values, values).max(initial=0.0) if found is not None and same else math.inf
         self._found[self.number][key] = float(far)
 
-    def finish(self, ranks: Any) -> None:
-        self.close()
-        super().finish(ranks)
-
-    def close(self) -> None:
-        if not self.done:
-            self.folder.write_deviations(self._found)
-        super().close()
+    def _closed(self) -> None:
+        recorded = self.folder.count()
+        if self.number <= min(recorded, self.steps):
+            raise self._other(f"the second took {self.number - 1} of {recorded} steps")
+        self.folder.write_deviations(self._found)
 
 
 def _inputs(name: str, structure: Any) -> dict[str, Any]:
@@ -330,8 +398,9 @@ def _inputs(name: str, structure: Any) -> dict[str, Any]:
     return found
 
 
-def _round(value: Any, random: np.random.Generator) -> None:
+def _round(parameter: Parameter, random: np.random.Generator) -> None:
     """Multiply a parameter, in place, by 1 ± ε √(fan-in), with random signs."""
+    value = parameter.value
     found = host(value)
     if found is None:
         return
@@ -343,7 +412,9 @@ def _round(value: Any, random: np.random.Generator) -> None:
         tensor.copy_(tensor.double().mul_(tensor.new_tensor(factors, dtype=tensor.double().dtype)))
         return
     rounded = (array.astype(np.float64) * factors).astype(array.dtype)
-    if hasattr(value, "set"):  # CuPy's
+    if parameter.assign is not None:
+        parameter.assign(rounded)
+    elif hasattr(value, "set"):  # CuPy's
         value.set(rounded)
     else:
         value[...] = rounded

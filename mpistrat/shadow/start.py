@@ -43,7 +43,7 @@ def main(words: list[str]) -> None:
 def _report(session: Session, error: BaseException | None) -> None:
     """Print how much was compared, on rank 0, unless a difference was found or the program failed."""
     failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
-    if isinstance(session, Comparing) and not session.differs and not failed and launched_rank() in (None, 0):
+    if isinstance(session, Comparing) and not failed and launched_rank() in (None, 0):
         print(f"{_FUNCTION}: {session.report}", flush=True)
 
 

@@ -9,6 +9,7 @@ equal.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, final
 
@@ -93,7 +94,8 @@ class _Modules:
         if self._ignores(module):
             return
         if not self._frames:
-            self._skipped = not module.training or not torch.is_grad_enabled() or not self._begin(module, args)
+            skipped = not module.training or not torch.is_grad_enabled() or _is_keras(module)
+            self._skipped = skipped or not self._begin(module, args)
         if not self._skipped:
             self._look()
         self._frames.append(_Frame(module, self._known))
@@ -197,6 +199,12 @@ def _generators() -> torch.Tensor:
     """Return the state of the generators: of CPUs, and of the current GPU if torch uses one."""
     state = torch.get_rng_state()
     return torch.cat([state, torch.cuda.get_rng_state()]) if torch.cuda.is_initialized() else state
+
+
+def _is_keras(module: torch.nn.Module) -> bool:
+    """Return True for a layer of Keras, whose model reports its steps itself."""
+    keras = sys.modules.get("keras")
+    return keras is not None and isinstance(module, keras.layers.Layer)
 
 
 def _plain(name: str) -> str:
