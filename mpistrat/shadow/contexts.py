@@ -111,13 +111,16 @@ def installed(session: Session) -> Iterator[None]:
             from ..torch.observed import hooked
 
             stack.enter_context(hooked(session))
+        end = None
         try:
             yield
         except SystemExit as error:
-            if not error.code:  # the program ended by itself
-                session.close()
-            raise
+            if error.code:
+                raise
+            end = error
         session.close()
+        if end is not None:
+            raise end
 
 
 def tensor(name: str, value: Any, of: str = "rows") -> None:

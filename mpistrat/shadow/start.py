@@ -34,10 +34,17 @@ def main(words: list[str]) -> None:
     if importlib.util.find_spec("torch") is not None:  # its hooks must be there before the program's first module
         importlib.import_module("mpistrat.torch")
     put_on_path(program)
-    with contextlib.ExitStack() as stack:
-        stack.push(lambda kind, error, trace: _report(session, error))
-        stack.enter_context(installed(session))
-        run_program(program)
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.push(lambda kind, error, trace: _report(session, error))
+            stack.enter_context(installed(session))
+            run_program(program)
+    except ValueError as error:
+        if not str(error).startswith(f"{_FUNCTION}: "):
+            raise
+        if launched_rank() in (None, 0):  # no error of the program, which all ranks have
+            print(error, file=sys.stderr, flush=True)
+        sys.exit(1)
 
 
 def _report(session: Session, error: BaseException | None) -> None:

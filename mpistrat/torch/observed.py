@@ -82,6 +82,8 @@ class _Modules:
         self._known = torch.empty(0, dtype=torch.uint8)  # the state of the generator after the last draw that was seen
         self._names: dict[int, str] = {}
         self._root: torch.nn.Module | None = None
+        self._known_parameters: dict[int, Parameter] = {}  # of all models, by id
+        self._models = 0
         self._skipped = False
         self._drew: list[bool] = []
 
@@ -117,17 +119,24 @@ class _Modules:
                 inputs[f"input {number} of {type(module).__name__}"] = value
         if not inputs:
             return False
-        parameters = [
-            Parameter(_plain(name), value) for name, value in module.named_parameters() if value.requires_grad
-        ]
+        self._name_parameters(module)
+        parameters = [self._known_parameters[id(each)] for each in module.parameters() if each.requires_grad]
         session, self._known = self._session, _generators()
         inside = context.has_strategy() and context.get_replica_context() is not None
-        if inside and session.inputs_known:
+        computed = session.begun and any(each.requires_grad for each in inputs.values())  # as of a loss
+        if computed or (inside and session.inputs_known):
             for name, value in inputs.items():
                 session.value("rows", name, value)
         else:
             session.begin(inputs, parameters)
         return True
+
+    def _name_parameters(self, module: torch.nn.Module) -> None:
+        """Name the parameters of a model; those of further models get its number."""
+        new = [(name, each) for name, each in module.named_parameters() if id(each) not in self._known_parameters]
+        self._models += bool(new)
+        more = f" of model {self._models}" if self._models > 1 else ""
+        self._known_parameters |= {id(each): Parameter(_plain(name) + more, each) for name, each in new}
 
     def _look(self) -> None:
         """Record whether the module that runs has drawn random numbers since the last look."""
@@ -179,7 +188,7 @@ class _Modules:
         parameters = self._parameters(optimizer)
         if not self._session.begun:  # a rank without rows
             self._session.begin({}, parameters)
-        for name, value in parameters:
+        for name, value, _ in parameters:
             if value.grad is not None:
                 self._session.gradient(name, value.grad, local=False)
 
@@ -190,9 +199,10 @@ class _Modules:
         self._session.end(context.ranks_of(None, "ms.shadow"), self._parameters(optimizer))
 
     def _parameters(self, optimizer: Any) -> list[Parameter]:
-        assert self._root is not None
-        mine = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        return [Parameter(_plain(name), each) for name, each in self._root.named_parameters() if id(each) in mine]
+        mine = {id(each): each for group in optimizer.param_groups for each in group["params"]}
+        found = [each for key, each in self._known_parameters.items() if key in mine]
+        others = [each for key, each in mine.items() if key not in self._known_parameters]  # of no module that was called
+        return [*found, *(Parameter(f"{place} without a module", each) for place, each in enumerate(others))]
 
 
 def _generators() -> torch.Tensor:

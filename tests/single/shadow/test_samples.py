@@ -121,6 +121,7 @@ def test_a_repetition_measures_what_training_magnifies(tmp_path):
 
 def test_contexts_do_not_nest(tmp_path):
     with (
+        pytest.raises(ValueError, match="ms.shadow.record: the program took no step that ms.shadow sees"),
         ms.shadow.record(tmp_path),
         pytest.raises(ValueError, match="one context of ms.shadow, got one inside another"),
         ms.shadow.record(tmp_path / "other"),
