@@ -34,7 +34,7 @@ class JaxStep:
     @classmethod
     def of(cls, model: Any) -> JaxStep | None:
         """Return a model's step; None if its own `train_step`, or one without jit, needs Keras's."""
-        if keras.backend.backend() != "jax" or model.mpistrat.size == 1 or keras.config.is_nnx_enabled():
+        if keras.backend.backend() != "jax" or not model.mpistrat.updates_itself or keras.config.is_nnx_enabled():
             return None
         own = type(model).train_step is not keras.Model.train_step
         compiled = model.jit_compile and not model.run_eagerly

@@ -128,6 +128,11 @@ class ModelLink:
         if function == "train_on_batch":
             self._begin_training_step(0 if weight == 1 else weight)
 
+    @property
+    def updates_itself(self) -> bool:
+        """True unless Keras's update is to be used: on one rank, whose update observers compare with that of several."""
+        return self.size > 1 or bool(context.OBSERVERS)
+
     def begin_training(self) -> None:
         """Forget earlier steps."""
         self._start = self._begun

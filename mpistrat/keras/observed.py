@@ -153,9 +153,9 @@ class _Seen:
             seeds = [each.state for each in getattr(layer, "_seed_generators", ())]
             if isinstance(layer, keras.layers.BatchNormalization) and id(layer.moving_mean) in changed:
                 self._left_out.append((_plain_name(self._name(layer.moving_mean)), _OWN_STATISTICS, True))
-            elif any(id(each) in changed for each in seeds):
+            elif any(id(each) in changed or drew for each in seeds):
                 self._left_out.append((self._names.get(id(layer), layer.name), _RANDOM, True))
-        if drew:
+        if drew and not any(reason == _RANDOM for _, reason, _ in self._left_out):
             self._left_out.append(("a layer without seed", _RANDOM, True))
         for variable in model.non_trainable_weights:
             if id(variable) in changed and "float" in variable.dtype:

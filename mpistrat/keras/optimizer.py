@@ -51,13 +51,14 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         if self.mpistrat.served:
             self._apply_by_servers(grads, variables)
             return
-        if self.built and keras.backend.backend() == "torch" and self.mpistrat.size > 1 and self.mpistrat.alone:
+        link = self.mpistrat
+        if self.built and keras.backend.backend() == "torch" and link.updates_itself and link.alone:
             known = self._trainable_variables if variables is None else variables
             if _torch_update()(self, grads, known):
                 return
         of = self._trainable_variables if variables is None else variables
-        grads = sum_over_ranks(self.mpistrat, grads, self.mpistrat.weigher(self, in_graph(grads)), variables, of)
-        with self.mpistrat.after_sum():
+        grads = sum_over_ranks(link, grads, link.weigher(self, in_graph(grads)), variables, of)
+        with link.after_sum():
             super().apply(grads, variables)
 
     def _apply_by_servers(self, gradients: list[Any], variables: list[Any] | None) -> None:

@@ -1,0 +1,164 @@
+"""Keras models on several ranks beside one process: each planted fault is named, no correct program is, nothing is silent."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+keras = pytest.importorskip("keras", reason="Keras or its backend is not installed: make test-frameworks")
+
+import numpy as np  # noqa: E402
+
+import mpistrat as ms  # noqa: E402
+from tests.harness.shadow_programs import STEPS, first_difference, recorded  # noqa: E402
+
+BACKEND = keras.backend.backend()
+layers = keras.layers
+
+# fault: the step, the ranks ("all", "last" or "first"), the operation, and words of the text
+FAULTS = {
+    "rate": (1, "all", "parameter dense/kernel after the update", "learning rate"),
+    "rows": (2, "last", "input", "inputs is not in the batch and targets is that of row"),
+    "order": (1, "all", "input", "read in another order"),
+    "assigned": (3, "last", "parameter dense/kernel at the start of the step", "on these ranks only"),
+    "scaled": (1, "last", "gradient of dense/kernel", "2 times what it should be"),
+}
+LEFT_OUT = {
+    "dropout": ("all after dropout", "draws random numbers"),
+    "batch norm": ("all after batch_normalization", "normalizes by the rows of each rank"),
+}
+
+
+class Program:
+    """A classifier of random layers and sizes, by `fit` or a loop over `train_on_batch`, with or without a fault."""
+
+    def __init__(self, seed, fault="", special=""):
+        rng = np.random.default_rng(seed)
+        self.seed, self.fault, self.special = seed, fault, special
+        self.rows, self.batch = int(rng.integers(60, 100)), int(rng.integers(8, 24))
+        self.words = seed % 4 == 2
+        self.x = rng.integers(0, 20, (self.rows, 5)) if self.words else rng.normal(size=(self.rows, 6)).astype("float32")
+        self.y = rng.integers(0, 3, self.rows)
+        self.loops = fault == "assigned" or seed % 5 == 4
+        self.weighted = rng.random(self.rows).astype("float32") if seed % 3 == 1 else None
+        self.shuffle = seed % 2 == 0 and fault != "rows"
+        width = int(rng.integers(4, 16))
+        self.inner = [
+            lambda: [layers.Dense(width, "relu")],
+            lambda: [layers.Reshape((6, 1)), layers.Conv1D(4, 3, activation="gelu"), layers.Flatten()],
+            lambda: [layers.Embedding(20, 6), layers.GRU(width)],
+            lambda: [layers.Dense(width, "tanh", kernel_regularizer="l2"), layers.LayerNormalization()],
+        ][seed % 4]
+
+    def model(self):
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(self.seed)
+        more = {"dropout": [layers.Dropout(0.3)], "batch norm": [layers.BatchNormalization()]}.get(self.special, [])
+        return keras.Sequential([keras.Input(self.x.shape[1:]), *self.inner(), *more, layers.Dense(3)])
+
+    def optimizer(self, rate):
+        more = {"gradient_accumulation_steps": 2} if self.special == "accumulation" else {}
+        kinds = [keras.optimizers.Adam, keras.optimizers.SGD, keras.optimizers.AdamW, keras.optimizers.Adadelta]
+        return kinds[self.seed % 4](rate, **more)
+
+    def __call__(self, comm):
+        fault, x = self.fault if comm.size > 1 else "", self.x.copy()
+        with ms.MultiWorkerMirroredStrategy(comm=comm) as strategy:
+            with strategy.scope():
+                model = ms.keras.distribute(self.model())
+            options = {"steps_per_execution": 2} if self.special == "steps" else {}
+            options |= {"run_eagerly": True} if self.special == "eagerly" else {}
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            rate = 0.0101 if fault == "rate" else 0.01
+            model.compile(optimizer=self.optimizer(rate), loss=loss, weighted_metrics=[], **options)
+            last = strategy.rank == strategy.size - 1
+            if fault == "scaled" and last:
+                scaled(model.optimizer)
+            if fault == "rows":
+                x[2 * self.batch - 1] = 0  # the last row of step 2
+            if self.loops:
+                self.loop(strategy, model, x, fault == "assigned" and last)
+                return
+            keras.utils.set_random_seed(self.seed + (fault == "order"))
+            fitting = {"batch_size": self.batch, "epochs": 9, "shuffle": self.shuffle, "verbose": 0}
+            model.fit(x, self.y, sample_weight=self.weighted, steps_per_epoch=None, **fitting)
+
+    def loop(self, strategy, model, x, assigns):
+        rows = ms.data.from_arrays((x, self.y)).shuffle(seed=self.seed).repeat().batch(self.batch)
+        batches = iter(strategy.distribute_dataset(rows))
+        for number in range(STEPS + 1):
+            model.train_on_batch(*next(batches))
+            if assigns and number == 1:
+                kernel = model.trainable_variables[0]
+                kernel.assign(kernel.value * 1.001)
+
+
+def scaled(optimizer):
+    """Make an optimizer of this rank get gradients times 2."""
+    kind = type(optimizer)
+    optimizer.apply = lambda gradients, *more: kind.apply(optimizer, [2 * each for each in gradients], *more)
+    optimizer.stateless_apply = lambda slots, gradients, weights: kind.stateless_apply(
+        optimizer, slots, [2 * each for each in gradients], weights
+    )
+
+
+@pytest.fixture
+def folder(tmp_path_factory):
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.bcast(str(tmp_path_factory.mktemp("shadow")))
+
+
+def compared(folder, program, comm):
+    with ms.shadow.compare(folder, steps=STEPS) as report:
+        program(comm)
+    return report
+
+
+@pytest.mark.ranks(2)
+def test_each_fault_is_named_by_its_step_rank_and_tensor(folder):
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    known = None
+    for fault, (step, ranks, operation, words) in FAULTS.items():
+        seed = 0
+        if known != (fault == "assigned", fault == "rows"):
+            plain = Program(seed, fault)
+            recorded(folder, plain, comm)
+            known = (fault == "assigned", fault == "rows")
+        found = first_difference(folder, Program(seed, fault), comm)
+        assert found is not None, fault
+        assert (found.step, found.operation) == (step, operation), (fault, str(found))
+        assert words in str(found), (fault, str(found))
+        assert found.ranks == (tuple(range(comm.size)) if ranks == "all" else (comm.size - 1,)), (fault, str(found))
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_no_correct_program_differs(folder):
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    for seed, special in enumerate(["", "accumulation", "", "eagerly", "" if BACKEND == "torch" else "steps"]):
+        recorded(folder, Program(seed, special=special), comm)
+        assert first_difference(folder, Program(seed, special=special), comm) is None, (seed, special)
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_cannot_be_equal_is_reported(folder):
+    """Rows are compared to the end; on one rank all is equal."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    for special, (operation, reason) in LEFT_OUT.items():
+        recorded(folder, Program(0, special=special), comm)
+        report = compared(folder, Program(0, special=special), comm)
+        if comm.size == 1:
+            assert report.left_out == {} and report.points > 6 * STEPS
+        else:
+            assert reason in report.left_out[operation], report
+            assert report.steps == STEPS and report.rows > 5 * STEPS
+            with contextlib.suppress(ms.errors.DifferenceError):
+                compared(folder, Program(0, "order", special), comm)
+                raise AssertionError("the order of rows was not compared")
