@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import keras

@@ -265,7 +265,9 @@ class Comparing(Session):
             text = f"the ranks ended after {counted(report.steps, 'step')}, one process took {recorded} or more"
             raise self._found(self._of_count(self.number, list(range(report.ranks)), text))
         if not report.points and not report.rows:
-            raise ValueError(f"{self.folder.function}: nothing was compared in {counted(report.steps, 'step')}: {report}")
+            raise ValueError(
+                f"{self.folder.function}: nothing was compared in {counted(report.steps, 'step')}: {report}"
+            )
         report.whole = self.number <= self.steps and self.folder.ended()
 
     def _account(self, replies: Sequence[_Reply]) -> None:
@@ -285,7 +287,9 @@ class Comparing(Session):
         for operation, ranks in lacking.items():
             left_out[operation] = f"as {named('rank', sorted(ranks))} lacked it"
         known = {point.operation for point in points}
-        left_out |= {each: "as only the ranks have it" for reply in replies for each in reply.extra if each not in known}
+        left_out |= {
+            each: "as only the ranks have it" for reply in replies for each in reply.extra if each not in known
+        }
 
     def _sent(self) -> bytes:
         reply = self._reply

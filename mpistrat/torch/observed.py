@@ -201,7 +201,9 @@ class _Modules:
     def _parameters(self, optimizer: Any) -> list[Parameter]:
         mine = {id(each): each for group in optimizer.param_groups for each in group["params"]}
         found = [each for key, each in self._known_parameters.items() if key in mine]
-        others = [each for key, each in mine.items() if key not in self._known_parameters]  # of no module that was called
+        others = [
+            each for key, each in mine.items() if key not in self._known_parameters
+        ]  # of no module that was called
         return [*found, *(Parameter(f"{place} without a module", each) for place, each in enumerate(others))]
 
 
