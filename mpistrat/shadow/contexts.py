@@ -28,7 +28,8 @@ def record(folder: _Path, *, steps: int = STEPS, elements: int = ELEMENTS) -> It
     """Record the tensors of a program's first steps on one process, in a `with` block around it.
 
     It records parameters at the start of each step, digests of the rows of the arguments of `strategy.run` and of inputs of torch
-    modules, outputs of modules, gradients, and parameters after the update. A run that the folder has is replaced.
+    modules, and of batches of Keras models, outputs of torch modules, gradients, and parameters after the update. A run that the
+    folder has is replaced.
 
     Args:
         folder: for one file of each step.
@@ -36,7 +37,7 @@ def record(folder: _Path, *, steps: int = STEPS, elements: int = ELEMENTS) -> It
         elements: of each tensor, at equal distances; 0 for all.
 
     Raises:
-        ValueError: a negative number; in the block: several ranks, or several replicas.
+        ValueError: a negative number; in the block: several ranks, or several replicas; at its end: no step was taken.
         OSError: the folder cannot be written.
 
     Example:
@@ -63,7 +64,8 @@ def round_off(folder: _Path, *, steps: int = STEPS) -> Iterator[None]:
         steps: as recorded.
 
     Raises:
-        ValueError: in the block: nothing was recorded; several ranks.
+        ValueError: in the block: nothing was recorded; several ranks; other parameters or rows than those recorded; at its end:
+            fewer steps, or none.
 
     Example:
         >>> with ms.shadow.round_off("reference", steps=3):  # doctest: +SKIP
@@ -86,8 +88,9 @@ def compare(folder: _Path, *, steps: int = STEPS) -> Iterator[ShadowReport]:
         The report, whose text has how much was compared, and what could not be.
 
     Raises:
-        DifferenceError: in the block, on every rank, at the end of the first step that differs.
-        ValueError: in the block, on every rank: nothing was recorded; a rank with several replicas.
+        DifferenceError: on every rank, at the end of the first step that differs, or of the block: another number of steps; or the
+            program caught the error.
+        ValueError: on every rank: nothing was recorded; a rank with several replicas; at the end of the block: no step was taken.
 
     Example:
         >>> with ms.shadow.compare("reference") as report:  # doctest: +SKIP
