@@ -93,13 +93,14 @@ COMMAND = Command(
     text="""\
 Run a program on one process, then on several ranks, and compare their first steps: parameters, the rows of each batch,
 outputs of torch modules, gradients, updates, and tensors that the program names by ms.shadow.tensor. The first
-difference is printed with its step, ranks and operation, and the program ends there. The end reports what was compared and
-what was left out; a program in which no step is seen is an error, as are other numbers of steps.
+difference is printed with its step, ranks and operation, and the program ends there. The end reports what was compared
+and what was left out. A program in which no step is seen is an error, as is another number of steps on the ranks.
 
-The program needs no change, but a seed. Keras models are those of ms.keras.distribute. Its batches must be global ones, as of distribute_dataset; else give the arguments of one
-process by --reference. It runs three times on one process: two runs change the parameters by rounding, and measure how
-far that carries; so no tolerance must be chosen. Masks of torch.nn.Dropout are replayed. After other random layers, and
-after BatchNormalization of Keras, only rows are compared.""",
+The program needs a seed, and no other change; Keras models are those of ms.keras.distribute. Its batches must be global
+ones, as of distribute_dataset; else give the arguments of one process by --reference. It runs three times on one process:
+two runs change the parameters by rounding, and measure how far that carries; so no tolerance must be chosen. Masks of
+torch.nn.Dropout are replayed. After other random layers, and after Keras's BatchNormalization, only rows
+are compared.""",
     examples=(
         "mpistrat shadow -n 4 train.py",
         "mpistrat shadow -n 4 --steps 100 train.py --epochs 1",

@@ -130,7 +130,7 @@ class ModelLink:
 
     @property
     def updates_itself(self) -> bool:
-        """True unless Keras's update is to be used: on one rank, whose update observers compare with that of several."""
+        """True on several ranks, and on one whose update observers compare with theirs; else Keras updates."""
         return self.size > 1 or bool(context.OBSERVERS)
 
     def begin_training(self) -> None:
