@@ -88,8 +88,8 @@ def compare(folder: _Path, *, steps: int = STEPS) -> Iterator[ShadowReport]:
         The report, whose text has how much was compared, and what could not be.
 
     Raises:
-        DifferenceError: on every rank, at the end of the first step that differs, or of the block, if the program caught it or took
-            another number of steps.
+        DifferenceError: on every rank, at the end of the first step that differs; at the end of the block, if the program caught
+            it, or took another number of steps.
         ValueError: on every rank: nothing was recorded; a rank with several replicas; at the end of the block: no step was taken.
 
     Example:
