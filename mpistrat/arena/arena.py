@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -13,9 +13,11 @@ import numpy as np
 from ..base import files, partition
 from ..base.devices import parse
 from ..base.errors import DeviceError, SharedMemoryError, explain
+from ..base.options import StepOptions
 from ..comm.arrays import accumulation_dtype, import_cupy
 from ..comm.process_group import ProcessGroup
 from ..comm.shared_memory import free_space
+from .pieces import Messages
 from .values import zeros
 
 if TYPE_CHECKING:
@@ -40,14 +42,16 @@ class Gradients:
         local: one flat array for each replica of this rank.
         node: those of all replicas of the node, in replica order; None if the node shares no memory.
         handed_over: True if there are no such arrays, because variables have their own gradients until they are submitted.
+        unsent: the error feedback of earlier messages of their sums, if it is added to the next ones.
     """
 
-    __slots__ = ("_arena", "handed_over", "local", "node")
+    __slots__ = ("_arena", "handed_over", "local", "node", "unsent")
 
     def __init__(
         self, arena: Arena, local: Sequence[Any], node: Sequence[np.ndarray] | None, handed_over: bool = False
     ) -> None:
         self._arena, self.handed_over = arena, handed_over
+        self.unsent: Unsent | None = None
         self.local: list[Any] = list(local)
         self.node = None if node is None else list(node)
 
@@ -67,9 +71,22 @@ class Gradients:
         return self._arena.key
 
     @property
-    def wire(self) -> Wire | None:
-        """The encoding of pieces between nodes, None for their own dtype."""
-        return self._arena.wire
+    def messages(self) -> Callable[[np.ndarray], Messages]:
+        """The form of sums between nodes, for `PieceSum`."""
+        wire = self._arena.wire
+        return Messages if wire is None else wire.messages
+
+    def feeding_back(self, unsent: Unsent) -> Gradients:
+        """Return the same gradients with error feedback."""
+        made = Gradients(self._arena, self.local, self.node, self.handed_over)
+        made.unsent = unsent
+        return made
+
+    @property
+    def may_start_early(self) -> bool:
+        """True unless the sums need error feedback, which a step adds to the next one's messages of the same elements."""
+        wire = self._arena.wire
+        return wire is None or not wire.feeds_back
 
     def owned(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the part of element ranges that this rank reduces and updates."""
@@ -112,7 +129,7 @@ class Arena:
         shared: bool,
         central: bool = False,
         sharded: bool = False,
-        wire: Wire | None = None,
+        wire: str | None = None,
     ) -> None:
         """Wrap flat arrays of one dtype and size.
 
@@ -134,7 +151,11 @@ class Arena:
         if shared and central:
             self._writer = self._slice = (0 if group.node.rank == 0 else None, 1)
         self._may_shard, self._starts = sharded, list[int]()  # offsets of variables
-        self._wire = wire if self.dtype == np.float32 else None
+        self._wire: Wire | None = None
+        if wire is not None and self.dtype == np.float32:
+            from .wire import wire_named
+
+            self._wire = wire_named(wire)
         self._unsent: Unsent | None = None
         self._bounds: list[tuple[int, int]] | None = None
         self._pieces: list[list[tuple[int, int]]] = []  # of each slice, by node
@@ -282,8 +303,8 @@ class ArenaAllocator:
         group: the strategy's ranks.
         devices: the devices of variables; default this rank's. All "gpu:k", or none.
         central: the first rank of a node writes and updates all variables, instead of each rank its part.
-        sharded, wire: see `Arena`.
-        sharded_gradients: allocate no memory for gradients, because they are submitted, see `Gradients`.
+        step: the options in effect: whether `Arena`s are sharded, their wire, and whether gradients are submitted, so that they
+            need no memory, see `Gradients`.
     """
 
     def __init__(
@@ -291,13 +312,10 @@ class ArenaAllocator:
         group: ProcessGroup,
         devices: Sequence[str] | None = None,
         central: bool = False,
-        sharded: bool = False,
-        wire: Wire | None = None,
-        sharded_gradients: bool = False,
+        step: StepOptions | None = None,
     ) -> None:
-        self.group = group
-        self.central, self.sharded, self.wire = central, sharded, wire
-        self.sharded_gradients = sharded_gradients
+        self.group, self.step = group, step or StepOptions()
+        self.central, self.sharded = central, bool(self.step.sharded_slots)
         self.devices = tuple(group.topology.devices if devices is None else devices)
         on_gpu = [parse(device)[0] == "gpu" for device in self.devices]
         if any(on_gpu) and not all(on_gpu):
@@ -362,9 +380,10 @@ class ArenaAllocator:
         node = self.group.node
         values = node.allocate([size if rank == 0 else 0 for rank in range(node.size)], what)
         weights = [values.segments[0].view(dtype)]
-        arena = Arena(self.group, self._key(key), weights, True, self.central, self.sharded and trainable, self.wire)
+        sharded, wire = self.sharded and trainable, self.step.wire
+        arena = Arena(self.group, self._key(key), weights, True, self.central, sharded, wire)
         self._blocks[arena] = [values]
-        if trainable and self.sharded_gradients:
+        if trainable and self.step.sharded_gradients:
             arena.gradients = Gradients(arena, (), None, handed_over=True)
         elif trainable:
             arena.gradients = self._new_gradients(arena, f"the gradients of {what}")
@@ -391,7 +410,7 @@ class ArenaAllocator:
     def _slab_bytes(self, key: tuple[np.dtype, bool], needed: int, trainable: bool) -> int:
         slabs = self._slabs[key]
         wanted = max(FIRST_SLAB, sum(slabs) // 4) if self.on_gpu else min(FIRST_SLAB << len(slabs), LARGEST_SLAB)
-        copies = 1 + (sum(self.group.replicas_of_node) if trainable and not self.sharded_gradients else 0)
+        copies = 1 + (sum(self.group.replicas_of_node) if trainable and not self.step.sharded_gradients else 0)
         limit = self.group.agree(self._free_bytes() // 4 // copies, "min")
         slabs.append(-(-max(needed, min(wanted, limit), 1) // PAGE) * PAGE)
         return slabs[-1]

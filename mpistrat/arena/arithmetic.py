@@ -36,12 +36,14 @@ class Arithmetic:
         result: dtype to which the total is rounded, once.
         divisor: the number of replicas for a mean, else 1.
         ufunc: NumPy's function that combines two values: np.add for a sum or a mean.
+        wire: the name of the encoding between nodes, for algorithms with `wires`; None for `accumulate`.
     """
 
     accumulate: np.dtype
     result: np.dtype
     divisor: int
     ufunc: np.ufunc
+    wire: str | None = None
 
 
 @functools.lru_cache(maxsize=256)

@@ -12,7 +12,7 @@ import queue
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -21,10 +21,7 @@ from ..base.partition import aligned_bounds, blocks, cut, inside, merge, without
 from ..base.waiting import Backoff
 from ..comm.process_group import ProcessGroup
 from .arithmetic import Arithmetic, combine
-from .pieces import PieceSum, Range, wait
-
-if TYPE_CHECKING:
-    from .wire import Wire
+from .pieces import Messages, PieceSum, Range, wait
 
 __all__ = ["EarlyMemory", "EarlySums", "threads_agree"]
 
@@ -67,7 +64,7 @@ class _Job(NamedTuple):
     arrays: Sequence[Any]  # array[low:high] are elements of the arena
     pieces: Sequence[Sequence[Range]]
     how: Arithmetic
-    wire: Wire | None
+    messages: Callable[[np.ndarray], Messages]
     put: Callable[[int, int, np.ndarray], None]
     done: threading.Event
 
@@ -87,7 +84,7 @@ class EarlySums:
         self._group, self._block, self._threads = group, block, threads
         self._inter = None if group.inter is None else group.inter.Dup()  # steps use the other one
         self._memories: dict[str, EarlyMemory] = {}
-        self._sums: dict[tuple[np.dtype, Wire | None], PieceSum] = {}
+        self._sums: dict[tuple[np.dtype, Any], PieceSum] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._last: _Job | None = None
         self._error: BaseException | None = None
@@ -115,7 +112,7 @@ class EarlySums:
         by_node = [[part for piece in node for part in inside(ranges, *piece)] for node in nodes]
         parts = [aligned_bounds(sum(high - low for low, high in node), self._group.slices)[index] for node in by_node]
         pieces = [cut(node, *part) for node, part in zip(by_node, parts, strict=True)]
-        job = _Job(arrays, pieces, how, arena.wire, memory.put, threading.Event())
+        job = _Job(arrays, pieces, how, arena.messages, memory.put, threading.Event())
         if not self._threads:
             self._sum(job)
             return
@@ -206,11 +203,11 @@ class EarlySums:
             del job  # referenced memory cannot be freed
 
     def _sum(self, job: _Job) -> None:
-        key = job.how.accumulate, job.wire
+        key = job.how.accumulate, job.messages
         summed = self._sums.get(key)
         if summed is None:
             finish = self._finish if self._threads else wait
-            summed = self._sums[key] = PieceSum(self._inter, job.how.accumulate, self._block, job.wire, finish)
+            summed = self._sums[key] = PieceSum(self._inter, job.how.accumulate, self._block, job.messages, finish)
         summed.hand_out(job.arrays, job.pieces, job.how, job.put)
 
     def _finish(self, requests: Sequence[Any]) -> None:

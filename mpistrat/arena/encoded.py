@@ -14,13 +14,42 @@ from ..base.buffers import BufferPool
 from ..base.partition import aligned_bounds, blocks
 from ..base.types import ReduceOp
 from ..comm.arrays import mpi_datatype
-from .arithmetic import arithmetic
-from .pieces import SHARED, Pieces, PieceShare, PieceSum, Range, leave
+from .arithmetic import Arithmetic, arithmetic, combine
+from .pieces import SHARED, Messages, Pieces, PieceShare, PieceSum, Range, leave
 from .wire import Unsent, Wire
 
-__all__ = ["EncodedAllReduce", "EncodedShare"]
+__all__ = ["EncodedAllReduce", "EncodedMessages", "EncodedShare"]
 
 _BYTES = np.dtype(np.uint8)
+
+
+@final
+class EncodedMessages(Messages):
+    """The messages of a `PieceSum` of float32 numbers in an encoding."""
+
+    def __init__(self, sums: np.ndarray, wire: Wire) -> None:
+        """Serve the local sums of two rounds, by node."""
+        rounds, nodes, size = sums.shape
+        self._sums, self._wire, self.kind = sums, wire, mpi_datatype(_BYTES)
+        self.sent, self.came = (np.empty((rounds, nodes, wire.nbytes(size)), _BYTES) for _ in range(2))
+
+    def width(self, count: int) -> int:
+        return self._wire.nbytes(count)
+
+    def encode(self, total: np.ndarray, message: np.ndarray, unsent: np.ndarray | None, work: np.ndarray) -> None:
+        if unsent is None:
+            self._wire.encode(total, message)
+        else:
+            self._wire.encode_sum(total, message, unsent, work)
+
+    def add(self, half: int, me: int, part: slice, how: Arithmetic, total: np.ndarray) -> None:
+        where = slice(self.width(part.start), self.width(part.stop))
+        for node, message in enumerate(self.came[half]):
+            if node != me:
+                self._wire.decode(message[where], total, add=node > 0)
+            else:
+                own = self._sums[half, node, part]
+                combine(np.add, [total, own] if node else [own], total)
 
 
 @final
@@ -102,7 +131,7 @@ class EncodedAllReduce:
         """
         self._inter, self._wire = inter, wire
         self._how = arithmetic(ReduceOp.SUM, np.dtype(np.float32), 1)
-        self._pieces = PieceSum(inter, self._how.accumulate, block, wire)
+        self._pieces = PieceSum(inter, self._how.accumulate, block, wire.messages)
         self._work = np.empty(block, np.float32)
         self._pool = BufferPool(kept=16)
 

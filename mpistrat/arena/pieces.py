@@ -18,9 +18,20 @@ from ..comm.arrays import mpi_datatype
 from .arithmetic import Arithmetic, combine
 
 if TYPE_CHECKING:
-    from .wire import Unsent, Wire
+    from .wire import Unsent
 
-__all__ = ["PieceShare", "PieceSum", "Pieces", "Range", "leave", "round_size", "rounds_of", "summed_blocks", "wait"]
+__all__ = [
+    "Messages",
+    "PieceShare",
+    "PieceSum",
+    "Pieces",
+    "Range",
+    "leave",
+    "round_size",
+    "rounds_of",
+    "summed_blocks",
+    "wait",
+]
 
 Range = tuple[int, int]
 Pieces = Sequence[Sequence[Range]]  # element ranges by node
@@ -58,6 +69,32 @@ def wait(requests: Sequence[Any]) -> None:
         request.Wait()
 
 
+class Messages:
+    """The messages of a `PieceSum`, here its numbers as they are; see `encoded.EncodedMessages`.
+
+    Attributes:
+        sent, came: arrays of messages, for two rounds and by node.
+        kind: the MPI datatype of their elements.
+    """
+
+    def __init__(self, sums: np.ndarray) -> None:
+        """Serve the local sums of two rounds, by node."""
+        self._sums = self.sent = sums
+        self.came, self.kind = np.empty_like(sums), mpi_datatype(sums.dtype)
+
+    def width(self, count: int) -> int:
+        """Return the number of elements of a message with `count` numbers."""
+        return count
+
+    def encode(self, total: np.ndarray, message: np.ndarray, unsent: np.ndarray | None, work: np.ndarray) -> None:
+        """Write a sum into its message. The sum, `unsent` and `work` may be changed."""
+
+    def add(self, half: int, me: int, part: slice, how: Arithmetic, total: np.ndarray) -> None:
+        """Write the sum over nodes, in their order, of the elements in a part of a round; `me` is this node."""
+        from_node = [(self._sums if node == me else self.came)[half, node] for node in range(len(self.came[half]))]
+        combine(how.ufunc, [numbers[part] for numbers in from_node], total)
+
+
 @final
 class PieceSum:
     """The sums of a node's arrays, then of these over nodes, each piece on its own node; owns the scratch memory."""
@@ -67,7 +104,7 @@ class PieceSum:
         inter: Any,
         dtype: np.dtype,
         block: int,
-        wire: Wire | None = None,
+        messages: Callable[[np.ndarray], Messages] = Messages,
         finish: Callable[[Sequence[Any]], None] = wait,
     ) -> None:
         """Allocate.
@@ -76,21 +113,16 @@ class PieceSum:
             inter: the peers that own the same slice, by node.
             dtype: of the sums.
             block: elements that are summed while in cache.
-            wire: the encoding of float32 sums, None for their own dtype.
+            messages: returns the messages for the local sums.
             finish: waits for requests.
         """
-        self._inter, self._block, self._wire, self._finish = inter, block, wire, finish
+        self._inter, self._block, self._finish = inter, block, finish
         self._size = round_size(inter.size, dtype)
         # For two rounds: the local sums and the received ones, by node; of this node's own piece only the former is
         # used.
         self._sums = np.empty((2, inter.size, self._size), dtype)
         self._total = np.empty(min(block, self._size), dtype)
-        self._kind = mpi_datatype(dtype if wire is None else np.dtype(np.uint8))
-        self._sent = self._sums if wire is None else self._new_messages(wire)
-        self._came = np.empty_like(self._sums) if wire is None else self._new_messages(wire)
-
-    def _new_messages(self, wire: Wire) -> np.ndarray:
-        return np.empty((2, self._inter.size, wire.nbytes(self._size)), np.uint8)
+        self._messages = messages(self._sums)
 
     def hand_out(
         self,
@@ -131,60 +163,35 @@ class PieceSum:
         unsent: Unsent | None,
     ) -> None:
         """Sum a round over this node, and start to send the sums to their nodes; append to the requests."""
-        inter, nodes = self._inter, self._inter.size
+        inter, nodes, messages = self._inter, self._inter.size, self._messages
         mine = blocks_of[inter.rank]
         if mine is not None:
             for step in range(1, nodes):
                 node = (inter.rank - step) % nodes
-                into = self._came[half, node, : self._width(mine[1] - mine[0])]
-                requests.append(inter.Irecv([into, self._kind], node, _SUMS))
+                into = messages.came[half, node, : messages.width(mine[1] - mine[0])]
+                requests.append(inter.Irecv([into, messages.kind], node, _SUMS))
         for step in [*range(1, nodes), 0]:
             node = (inter.rank + step) % nodes
             block = blocks_of[node]
             if block is None:
                 continue
             low, high = block
-            message = self._sent[half, node, : self._width(high - low)]
+            message = messages.sent[half, node, : messages.width(high - low)]
             for begin, end in blocks([block], self._block):
                 total = self._sums[half, node, begin - low : end - low]
                 combine(how.ufunc, [array[begin:end] for array in arrays], total)
-                if step and self._wire is not None:
-                    part = message[self._width(begin - low) : self._width(end - low)]
-                    self._encode(self._wire, total, part, None if unsent is None else unsent.of(begin, end))
+                if step:
+                    part = message[messages.width(begin - low) : messages.width(end - low)]
+                    messages.encode(total, part, None if unsent is None else unsent.of(begin, end), self._total)
             if step:
-                requests.append(inter.Isend([message, self._kind], node, _SUMS))
-
-    def _width(self, count: int) -> int:
-        """Return the number of elements of a message with `count` numbers."""
-        return count if self._wire is None else self._wire.nbytes(count)
-
-    def _encode(self, wire: Wire, total: np.ndarray, message: np.ndarray, unsent: np.ndarray | None) -> None:
-        if unsent is None:
-            wire.encode(total, message)
-        else:
-            wire.encode_sum(total, message, unsent, self._total)
+                requests.append(inter.Isend([message, messages.kind], node, _SUMS))
 
     def _consume(self, half: int, mine: Range, how: Arithmetic, consume: Callable[[int, int, Any], None]) -> None:
-        low, me = mine[0], self._inter.rank
+        low = mine[0]
         for begin, end in self._cached([mine]):
-            part = slice(begin - low, end - low)
             total = self._total[: end - begin]
-            if self._wire is None:
-                from_node = [(self._sums if node == me else self._came)[half, node] for node in range(self._inter.size)]
-                combine(how.ufunc, [numbers[part] for numbers in from_node], total)
-            else:
-                self._add_decoded(self._wire, half, part, total)
+            self._messages.add(half, self._inter.rank, slice(begin - low, end - low), how, total)
             consume(begin, end, total)
-
-    def _add_decoded(self, wire: Wire, half: int, part: slice, total: np.ndarray) -> None:
-        """Write the sum over nodes, in their order, of the elements in a part of a round."""
-        where = slice(wire.nbytes(part.start), wire.nbytes(part.stop))
-        for node in range(self._inter.size):
-            if node != self._inter.rank:
-                wire.decode(self._came[half, node, where], total, add=node > 0)
-            else:
-                own = self._sums[half, node, part]
-                combine(np.add, [total, own] if node else [own], total)
 
     def consumed(self, ranges: Sequence[Range]) -> list[Range]:
         """Return the blocks in which the sums of this node's ranges are delivered."""

@@ -22,7 +22,6 @@ from .pieces import PieceSum
 
 if TYPE_CHECKING:
     from .early import EarlySums
-    from .wire import Unsent, Wire
 
 __all__ = [
     "BLOCK",
@@ -117,17 +116,10 @@ class ArenaSum:
     def __init__(self, group: ProcessGroup) -> None:
         self._group, self._inter = group, group.inter
         self._scratch: dict[np.dtype, np.ndarray] = {}
-        self._piece_sums: dict[tuple[np.dtype, Wire | None], PieceSum] = {}
+        self._piece_sums: dict[tuple[np.dtype, Any], PieceSum] = {}
         self._early: EarlySums | None = None
 
-    def sum_owned(
-        self,
-        arena: Gradients,
-        ranges: Sequence[tuple[int, int]],
-        how: Arithmetic,
-        consume: Consume,
-        unsent: Unsent | None,
-    ) -> None:
+    def sum_owned(self, arena: Gradients, ranges: Sequence[tuple[int, int]], how: Arithmetic, consume: Consume) -> None:
         """Call consume(low, high, sum) for this rank's part of the ranges, in order. Collective over `group.inter`."""
         pieces = arena.pieces(ranges)
         if pieces is None:
@@ -135,14 +127,14 @@ class ArenaSum:
             return
         missing = None if self._early is None else self._early.missing(arena, ranges)
         if missing is None or self._early is None:
-            self._sum_pieces(arena, ranges, how, consume, unsent)
+            self._sum_pieces(arena, ranges, how, consume)
             return
         memory = self._early.memory(arena)
-        self._sum_pieces(arena, missing, how, memory.put, unsent)
+        self._sum_pieces(arena, missing, how, memory.put)
         self._early.wait()
         if self._inter is not None:
             # In the same blocks as without early sums: a norm is a sum over blocks.
-            for low, high in self._piece_sum(how.accumulate, arena.wire).consumed(arena.owned(ranges)):
+            for low, high in self._piece_sum(how.accumulate, arena).consumed(arena.owned(ranges)):
                 consume(low, high, memory.of(low, high))
 
     def begin(self, arena: Gradients, ranges: Sequence[tuple[int, int]]) -> None:
@@ -162,21 +154,17 @@ class ArenaSum:
             self._early.forget(key, ranges)
 
     def _sum_pieces(
-        self,
-        arena: Gradients,
-        ranges: Sequence[tuple[int, int]],
-        how: Arithmetic,
-        consume: Consume,
-        unsent: Unsent | None,
+        self, arena: Gradients, ranges: Sequence[tuple[int, int]], how: Arithmetic, consume: Consume
     ) -> None:
         pieces = arena.pieces(ranges)
         if pieces is not None and self._inter is not None:
-            self._piece_sum(how.accumulate, arena.wire).hand_out(of_node(arena), pieces, how, consume, unsent)
+            self._piece_sum(how.accumulate, arena).hand_out(of_node(arena), pieces, how, consume, arena.unsent)
 
-    def _piece_sum(self, dtype: np.dtype, wire: Wire | None) -> PieceSum:
-        summed = self._piece_sums.get((dtype, wire))
+    def _piece_sum(self, dtype: np.dtype, arena: Gradients) -> PieceSum:
+        messages = arena.messages
+        summed = self._piece_sums.get((dtype, messages))
         if summed is None:
-            summed = self._piece_sums[dtype, wire] = PieceSum(self._inter, dtype, BLOCK, wire)
+            summed = self._piece_sums[dtype, messages] = PieceSum(self._inter, dtype, BLOCK, messages)
         return summed
 
     def hand_out(self, arena: Gradients, ranges: Sequence[tuple[int, int]], how: Arithmetic, consume: Consume) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from .errors import explain
 from .types import CommunicationImplementation
 
-__all__ = ["WIRES", "CommunicationOptions", "LocalSteps", "RunOptions"]
+__all__ = ["WIRES", "CommunicationOptions", "LocalSteps", "RunOptions", "StepOptions"]
 
 WIRES = ("bfloat16", "int8")
 
@@ -121,6 +121,43 @@ class LocalSteps:
             raise ValueError(explain("LocalSteps", "outer_learning_rate", expected="a number > 0", got=rate))
         if not 0 <= momentum < 1:
             raise ValueError(explain("LocalSteps", "outer_momentum", expected="0 <= value < 1", got=momentum))
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """The options of a strategy's training steps; None means: not given.
+
+    Args:
+        sharded_slots: whether each node updates its part of the weights and alone has the slots of it.
+        local_steps: the steps that nodes take by themselves, or their number.
+        wire: the encoding of numbers between nodes, as in `CommunicationOptions`.
+        sharded_gradients: whether gradients are submitted early, so that no memory holds all of them.
+    """
+
+    sharded_slots: bool | None = None
+    local_steps: LocalSteps | int | None = None
+    wire: str | None = None
+    sharded_gradients: bool | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that are given, by name."""
+        return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
+
+    def in_effect(self, all_nodes: int, nodes: int, divides: bool) -> StepOptions:
+        """Return the options that have an effect on this number of nodes, with the default of `sharded_slots`.
+
+        Args:
+            all_nodes: the nodes of all ranks.
+            nodes: the nodes of the ranks that step together.
+            divides: whether slots are divided over nodes if nothing is said.
+        """
+        local = self.local_steps
+        if local is not None:
+            local = None if all_nodes == 1 else local if isinstance(local, LocalSteps) else LocalSteps(local)
+        sharded = (divides and local is None) if self.sharded_slots is None else self.sharded_slots
+        if self.wire is not None or self.sharded_gradients:
+            sharded = True
+        return replace(self, local_steps=local, sharded_slots=sharded and nodes > 1)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from ..arena.reduction import Consume, Gradients, StartedSums
 from ..base.agree import same, together
@@ -29,9 +29,6 @@ from .hierarchical import LEAST_ENCODED, HierarchicalAllReduce
 from .mpi import MpiAllReduce
 from .nccl import NcclAllReduce
 from .ops import IMPLEMENTATIONS, CrossDeviceOps
-
-if TYPE_CHECKING:
-    from ..arena.wire import Unsent
 
 __all__ = ["AutoAllReduce", "Chooser", "ChooserRule", "make_cross_device_ops"]
 
@@ -142,18 +139,12 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
     def node_gradients(self, arena: Gradients) -> Sequence[Any] | None:
         return self._algorithms["HIERARCHICAL"].node_gradients(arena)
 
-    def reduce_arena(
-        self,
-        arena: Gradients,
-        ranges: Sequence[tuple[int, int]],
-        consume: Consume,
-        unsent: Unsent | None = None,
-    ) -> None:
+    def reduce_arena(self, arena: Gradients, ranges: Sequence[tuple[int, int]], consume: Consume) -> None:
         chosen = self._algorithms["HIERARCHICAL"]
         if is_gpu(arena.local[0]):
             chosen = self._algorithm("gpu", arena.size * arena.dtype.itemsize)
         chosen.call = self.call
-        chosen.reduce_arena(arena, ranges, consume, unsent)
+        chosen.reduce_arena(arena, ranges, consume)
 
     def early_sums(self, arena: Gradients) -> StartedSums | None:
         chosen = self._algorithms.get("NCCL" if is_gpu(arena.local[0]) else "HIERARCHICAL")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, final
+from dataclasses import replace
+from typing import Any, final
 
 import numpy as np
 
@@ -19,10 +20,7 @@ from ..comm.node import SMALL
 from ..comm.packing import pack_sizes, plan_packs
 from .ops import CrossDeviceOps, Planned
 
-if TYPE_CHECKING:
-    from ..arena.wire import Wire
-
-__all__ = ["Array", "Arrays", "FlatAllReduce", "device_sum", "on_devices", "wire_of"]
+__all__ = ["Array", "Arrays", "FlatAllReduce", "device_sum", "on_devices"]
 
 
 Array = np.ndarray
@@ -40,21 +38,26 @@ class FlatAllReduce(CrossDeviceOps):
     num_packs = 1
 
     @abstractmethod
-    def _sum_flat(self, arrays: Arrays, how: Arithmetic, wire: Wire | None = None, out: Array | None = None) -> Array:
+    def _sum_flat(self, arrays: Arrays, how: Arithmetic, out: Array | None = None) -> Array:
         """Return the reduction of the local replicas' flat arrays, a new array, or `out`. Collective, inside one.
 
-        `wire` is the encoding between nodes, for an algorithm that has `wires`. `out` has the dtype of the result, and may be the
-        memory of a single array. An algorithm may leave it unused.
+        `out` has the dtype of the result, and may be the memory of a single array. An algorithm may leave it unused.
         """
 
-    def _sum_in_place(self, op: ReduceOp, pairs: Sequence[tuple[PerReplica, Any]], wire: Wire | None) -> list[Any]:
+    def _how(self, op: ReduceOp, dtype: np.dtype, options: CommunicationOptions | None) -> Arithmetic:
+        how = self.arithmetic(op, dtype)
+        return how if options is None or options.wire is None else replace(how, wire=options.wire)
+
+    def _sum_in_place(
+        self, op: ReduceOp, pairs: Sequence[tuple[PerReplica, Any]], options: CommunicationOptions | None
+    ) -> list[Any]:
         """Return the results of values that are reduced in place, in their variable's gradient; None for the others."""
         return [None] * len(pairs)
 
-    def _sum_on_gpus(self, values: Sequence[Any], how: Arithmetic, wire: Wire | None) -> Any:
+    def _sum_on_gpus(self, values: Sequence[Any], how: Arithmetic) -> Any:
         """Return the reduction of arrays on GPUs, through host memory."""
         host = to_host(device_sum(values, how))
-        return on_devices(self._sum_flat([host.reshape(-1)], how, wire).reshape(values[0].shape), values)
+        return on_devices(self._sum_flat([host.reshape(-1)], how).reshape(values[0].shape), values)
 
     def _cuts(self, options: CommunicationOptions | None) -> tuple[int, int]:
         """Return the most bytes of a pack of values (0: no limit), and its number of messages."""
@@ -80,10 +83,9 @@ class FlatAllReduce(CrossDeviceOps):
         destinations: Any = None,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        wire = wire_of(options)
-        (found,) = self._sum_in_place(reduce_op, [(per_replica_value, destinations)], wire)
+        (found,) = self._sum_in_place(reduce_op, [(per_replica_value, destinations)], options)
         values = per_replica_value.values
-        return self._reduce_one(values, self.arithmetic(reduce_op, values[0].dtype), wire) if found is None else found
+        return self._reduce_one(values, self._how(reduce_op, values[0].dtype, options)) if found is None else found
 
     def reduce_into(
         self, reduce_op: ReduceOp, arrays: Sequence[Any], out: np.ndarray, options: CommunicationOptions | None
@@ -105,42 +107,32 @@ class FlatAllReduce(CrossDeviceOps):
         value_destination_pairs: Sequence[tuple[PerReplica, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        wire = wire_of(options)
-        results = self._sum_in_place(reduce_op, value_destination_pairs, wire)
+        results = self._sum_in_place(reduce_op, value_destination_pairs, options)
         rest = [index for index, result in enumerate(results) if result is None]
         leaves = [value_destination_pairs[index][0].values for index in rest]
         limit, messages = self._cuts(options)
         for pack in plan_packs([leaf[0] for leaf in leaves], limit):
-            how, members = self.arithmetic(reduce_op, pack.dtype), [leaves[index] for index in pack.indices]
+            how, members = self._how(reduce_op, pack.dtype, options), [leaves[index] for index in pack.indices]
             if any(is_gpu(leaf[0]) for leaf in members):
-                reduced = [self._reduce_one(leaf, how, wire) for leaf in members]
+                reduced = [self._reduce_one(leaf, how) for leaf in members]
             else:
                 flats = [pack.pack([leaf[replica] for leaf in leaves]) for replica in range(len(members[0]))]
-                reduced = pack.unpack(self._sum_in_messages(flats, how, wire, messages))
+                reduced = pack.unpack(self._sum_in_messages(flats, how, messages))
             for index, result in zip(pack.indices, reduced, strict=True):
                 results[rest[index]] = result
         return results
 
-    def _reduce_one(self, values: Sequence[Any], how: Arithmetic, wire: Wire | None) -> Any:
+    def _reduce_one(self, values: Sequence[Any], how: Arithmetic) -> Any:
         if is_gpu(values[0]):
-            return self._sum_on_gpus(values, how, wire)
-        return self._sum_flat(flatten_all(values), how, wire).reshape(values[0].shape)
+            return self._sum_on_gpus(values, how)
+        return self._sum_flat(flatten_all(values), how).reshape(values[0].shape)
 
-    def _sum_in_messages(self, arrays: Arrays, how: Arithmetic, wire: Wire | None, messages: int) -> Array:
+    def _sum_in_messages(self, arrays: Arrays, how: Arithmetic, messages: int) -> Array:
         if messages == 1:
-            return self._sum_flat(arrays, how, wire)
+            return self._sum_flat(arrays, how)
         ends = [0, *itertools.accumulate(pack_sizes(arrays[0].size, messages))]
         parts = [[array[low:high] for array in arrays] for low, high in itertools.pairwise(ends)]
-        return np.concatenate([self._sum_flat(part, how, wire) for part in parts])
-
-
-def wire_of(options: CommunicationOptions | None) -> Wire | None:
-    """Return the encoding of float32 numbers between nodes in some options; None without one."""
-    if options is None or options.wire is None:
-        return None
-    from ..arena.wire import wire_named
-
-    return wire_named(options.wire)
+        return np.concatenate([self._sum_flat(part, how) for part in parts])
 
 
 def device_sum(values: Sequence[Any], how: Arithmetic) -> Any:

@@ -23,6 +23,7 @@ from ..arena.reduction import BLOCK, ArenaSum, Consume, Destination, Gradients, 
 from ..base.buffers import BufferPool
 from ..base.distributed_values import PerReplica
 from ..base.errors import explain
+from ..base.options import CommunicationOptions
 from ..base.partition import aligned_bounds
 from ..base.types import CommunicationImplementation, ReduceOp
 from ..comm.arrays import all_reduce, is_gpu
@@ -33,7 +34,6 @@ from .ops import Planned
 
 if TYPE_CHECKING:
     from ..arena.encoded import EncodedAllReduce
-    from ..arena.wire import Unsent, Wire
 
 __all__ = ["HierarchicalAllReduce", "HierarchicalCopyAllReduce"]
 
@@ -104,10 +104,10 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
 
     # Users' own arrays
 
-    def _sum_flat(self, arrays: Arrays, how: Arithmetic, wire: Wire | None = None, out: Array | None = None) -> Array:
+    def _sum_flat(self, arrays: Arrays, how: Arithmetic, out: Array | None = None) -> Array:
         group, encoded = self.group, None
-        if wire is not None and arrays[0].nbytes >= LEAST_ENCODED and arrays[0].dtype == np.float32:
-            encoded = self._all_reduce_encoded(wire) if how.ufunc is np.add else None
+        if how.wire is not None and arrays[0].nbytes >= LEAST_ENCODED and arrays[0].dtype == np.float32:
+            encoded = self._all_reduce_encoded(how.wire) if how.ufunc is np.add else None
         if group.num_nodes == group.topology.size:  # no ranks share memory
             return mpi_sum(group.inter, arrays, how, self.results, encoded, out)
         exchange = self._exchanged(arrays[0])
@@ -117,10 +117,13 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
             self._staged = _StagedSum(group, self.results)
         return self._staged.sum(arrays, how, self.call, encoded, out)
 
-    def _all_reduce_encoded(self, wire: Wire) -> EncodedAllReduce | None:
+    def _all_reduce_encoded(self, name: str) -> EncodedAllReduce | None:
         if self._encoded is None and self.group.inter is not None:
             from ..arena.encoded import EncodedAllReduce
+            from ..arena.wire import wire_named
 
+            wire = wire_named(name)
+            assert wire is not None
             self._encoded = EncodedAllReduce(self.group.inter, wire, BLOCK)
         return self._encoded
 
@@ -130,9 +133,11 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
 
     # Gradients of variables
 
-    def _sum_in_place(self, op: ReduceOp, pairs: Sequence[tuple[PerReplica, Any]], wire: Wire | None) -> list[Any]:
-        if wire is not None:
-            return super()._sum_in_place(op, pairs, wire)
+    def _sum_in_place(
+        self, op: ReduceOp, pairs: Sequence[tuple[PerReplica, Any]], options: CommunicationOptions | None
+    ) -> list[Any]:
+        if options is not None and options.wire is not None:
+            return super()._sum_in_place(op, pairs, options)
         found = [self._destination(value.values, variable, op) for value, variable in pairs]
         if any(found):
             self._arena_sum().reduce_in_place([where for where in found if where is not None], op, self.call)
@@ -144,23 +149,15 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
     def node_gradients(self, arena: Gradients) -> Sequence[np.ndarray] | None:
         return node_gradients(self.group, arena)
 
-    def reduce_arena(
-        self,
-        arena: Gradients,
-        ranges: Sequence[tuple[int, int]],
-        consume: Consume,
-        unsent: Unsent | None = None,
-    ) -> None:
+    def reduce_arena(self, arena: Gradients, ranges: Sequence[tuple[int, int]], consume: Consume) -> None:
         if is_gpu(arena.local[0]):
             super().reduce_arena(arena, ranges, consume)
             return
         how = self.arithmetic(ReduceOp.SUM, arena.dtype)
-        self._arena_sum().sum_owned(arena, ranges, how, consume, unsent)
+        self._arena_sum().sum_owned(arena, ranges, how, consume)
 
     def early_sums(self, arena: Gradients) -> ArenaSum | None:
-        # With error feedback a message's error is added to the next step's at the same elements, so there are no early
-        # sums.
-        later = is_gpu(arena.local[0]) or not arena.node_pieces() or (arena.wire is not None and arena.wire.feeds_back)
+        later = is_gpu(arena.local[0]) or not arena.node_pieces() or not arena.may_start_early
         return None if later else self._arena_sum()
 
     def _destination(self, values: Sequence[Any], variable: Any, reduce_op: ReduceOp) -> Destination | None:

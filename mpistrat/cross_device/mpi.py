@@ -15,7 +15,6 @@ from .flat import Array, Arrays, FlatAllReduce, device_sum, on_devices
 
 if TYPE_CHECKING:
     from ..arena.encoded import EncodedAllReduce
-    from ..arena.wire import Wire
 
 __all__ = ["MpiAllReduce", "mpi_sum"]
 
@@ -35,16 +34,16 @@ class MpiAllReduce(FlatAllReduce, implementation=CommunicationImplementation.MPI
     def __init__(self) -> None:
         self.results = BufferPool()
 
-    def _sum_on_gpus(self, values: Sequence[Any], how: Arithmetic, wire: Wire | None) -> Any:
+    def _sum_on_gpus(self, values: Sequence[Any], how: Arithmetic) -> Any:
         from ..comm.gpu_support import gpu_aware
 
         if how.ufunc is not np.add or self.group.topology.size == 1 or not gpu_aware():
-            return super()._sum_on_gpus(values, how, wire)
+            return super()._sum_on_gpus(values, how)
         total = device_sum(values, how)
         all_reduce_gpu(self.group.topology.comm, total)
         return on_devices(finish(total, how), values)
 
-    def _sum_flat(self, arrays: Arrays, how: Arithmetic, wire: Wire | None = None, out: Array | None = None) -> Array:
+    def _sum_flat(self, arrays: Arrays, how: Arithmetic, out: Array | None = None) -> Array:
         comm = self.group.topology.comm if self.group.topology.size > 1 else None
         return mpi_sum(comm, arrays, how, self.results, out=out)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from ..arena.arithmetic import Arithmetic, finish
 from ..arena.reduction import GPU_BLOCK, Consume, Gradients, StartedSums
@@ -21,9 +21,6 @@ from ..comm.process_group import ProcessGroup
 from .hierarchical import HierarchicalAllReduce
 from .mpi import MpiAllReduce
 from .ops import CrossDeviceOps
-
-if TYPE_CHECKING:
-    from ..arena.wire import Unsent
 
 __all__ = ["NcclAllReduce"]
 
@@ -118,17 +115,11 @@ class NcclAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.N
     def node_gradients(self, arena: Gradients) -> Sequence[Any] | None:
         return arena.local if self.group.topology.num_replicas == 1 else None
 
-    def reduce_arena(
-        self,
-        arena: Gradients,
-        ranges: Sequence[tuple[int, int]],
-        consume: Consume,
-        unsent: Unsent | None = None,
-    ) -> None:
+    def reduce_arena(self, arena: Gradients, ranges: Sequence[tuple[int, int]], consume: Consume) -> None:
         # Meanwhile MPI sends weights that are exchanged in pieces.
         on_gpus = is_gpu(arena.local[0]) and arena.pieces(ranges) is None
         if not on_gpus or self._other(arena.local, ReduceOp.SUM) is not None or self.group.topology.num_replicas == 1:
-            super().reduce_arena(arena, ranges, consume, unsent)
+            super().reduce_arena(arena, ranges, consume)
             return
         how = self.arithmetic(ReduceOp.SUM, arena.dtype)
         with self._connected().one_wait(later=True):

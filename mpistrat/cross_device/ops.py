@@ -9,7 +9,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -41,9 +41,6 @@ from .values import (
     reduced_already,
     reducible_values,
 )
-
-if TYPE_CHECKING:
-    from ..arena.wire import Unsent
 
 __all__ = ["IMPLEMENTATIONS", "CrossDeviceOps", "Planned"]
 
@@ -464,13 +461,7 @@ class CrossDeviceOps(ABC):
         """Write the reduction of the local replicas' arrays into `out`, which may be one of them. Collective; all ranks agree."""
         out[...] = self.reduce_implementation(reduce_op, PerReplica(arrays), None, options)
 
-    def reduce_arena(
-        self,
-        arena: Gradients,
-        ranges: Sequence[tuple[int, int]],
-        consume: Consume,
-        unsent: Unsent | None = None,
-    ) -> None:
+    def reduce_arena(self, arena: Gradients, ranges: Sequence[tuple[int, int]], consume: Consume) -> None:
         """Sum gradient arenas over all replicas and pass the sums to `consume` block by block. Collective, inside one.
 
         Every rank of the node has arrived before the call; no rank may write a gradient before the caller's next barrier.
@@ -480,7 +471,6 @@ class CrossDeviceOps(ABC):
             ranges: element ranges, ascending, equal on every rank.
             consume: called as consume(low, high, block) for blocks that cover exactly `arena.owned(ranges)`, in order. `block` is
                 scratch in the accumulation dtype, and valid in the call only.
-            unsent: the error feedback of the arena's gradients, for an algorithm with `sums_pieces` if `arena.wire` uses it.
         """
         dtype = arithmetic(ReduceOp.SUM, arena.dtype, 1).accumulate
         xp, block_size = array_module(arena.local[0]), block_of(arena.local[0])

@@ -8,7 +8,7 @@ is sent back. Many blocks are in flight at once, so every link carries each slic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 
@@ -20,9 +20,6 @@ from ..base.types import ReduceOp
 from ..comm.arrays import is_gpu, mpi_datatype
 from ..comm.process_group import ProcessGroup
 from .flat import Array, Arrays, FlatAllReduce
-
-if TYPE_CHECKING:
-    from ..arena.wire import Unsent, Wire
 
 __all__ = ["OrderedAllReduce"]
 
@@ -46,7 +43,7 @@ class OrderedAllReduce(FlatAllReduce):
         nodes = group.topology.node_of
         self._chained = not group.environment.shared_memory or list(nodes) == sorted(nodes)
 
-    def _sum_flat(self, arrays: Arrays, how: Arithmetic, wire: Wire | None = None, out: Array | None = None) -> Array:
+    def _sum_flat(self, arrays: Arrays, how: Arithmetic, out: Array | None = None) -> Array:
         size, replicas = arrays[0].size, self.group.topology.num_replicas
         total = np.empty(size, how.accumulate)
         step = max(1, _CHUNK // (replicas * how.accumulate.itemsize))
@@ -72,15 +69,9 @@ class OrderedAllReduce(FlatAllReduce):
     def node_gradients(self, arena: Gradients) -> Sequence[np.ndarray] | None:
         return node_gradients(self.group, arena)
 
-    def reduce_arena(
-        self,
-        arena: Gradients,
-        ranges: Sequence[tuple[int, int]],
-        consume: Consume,
-        unsent: Unsent | None = None,
-    ) -> None:
+    def reduce_arena(self, arena: Gradients, ranges: Sequence[tuple[int, int]], consume: Consume) -> None:
         if is_gpu(arena.local[0]) or not self._chained:
-            super().reduce_arena(arena, ranges, consume, unsent)
+            super().reduce_arena(arena, ranges, consume)
             return
         how = self.arithmetic(ReduceOp.SUM, arena.dtype)
         if self.group.num_nodes == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import numpy as np
 
@@ -13,9 +13,6 @@ from ..base.options import CommunicationOptions
 from ..base.types import ReduceOp
 from ..comm.arrays import mpi_datatype
 from .flat import Array, Arrays, FlatAllReduce
-
-if TYPE_CHECKING:
-    from ..arena.wire import Wire
 
 __all__ = ["ReductionToOneDevice"]
 
@@ -52,7 +49,7 @@ class ReductionToOneDevice(FlatAllReduce):
     def _cuts(self, options: CommunicationOptions | None) -> tuple[int, int]:
         return super()._cuts(options) if self.accumulation_fn is None else (1, 1)  # it gets one value at a time
 
-    def _sum_flat(self, arrays: Arrays, how: Arithmetic, wire: Wire | None = None, out: Array | None = None) -> Array:
+    def _sum_flat(self, arrays: Arrays, how: Arithmetic, out: Array | None = None) -> Array:
         group = self.group
         if self.accumulation_fn is not None:
             total = self._accumulate(self.accumulation_fn, arrays, how)

@@ -345,7 +345,7 @@ class OptimizerCore:
                     text = f"optimizer {optimizer.name!r}: {name}{group} is {value} as saved, not {old[name]}"
                     log.once(logging.INFO, text)
         self.describe_steps()
-        self.slots.forget_unsent()
+        self.slots.forget_gradients()
         self.slots.pending.clear()
         if self.slots.outer is not None:
             self.slots.outer.reset()

@@ -104,7 +104,13 @@ class ArenaSlots:
         base = self.low
         return {name: array[low - base : high - base] for name, array in self.arrays.items()}
 
-    def forget_unsent(self) -> None:
+    @property
+    def gradients(self) -> Any:
+        """The arena's gradients, with their error feedback."""
+        gradients = self._arena.gradients
+        return gradients if gradients is None or self.unsent is None else gradients.feeding_back(self.unsent)
+
+    def forget_gradients(self) -> None:
         """Reset the error feedback of the gradients."""
         if self.unsent is not None:
             self.unsent.array[...] = 0
@@ -154,10 +160,10 @@ class SlotStore:
         wire = None if variable.arena is None else variable.arena.wire
         return self.names if wire is None else (*self.names, WIRE_RESIDUAL)
 
-    def forget_unsent(self) -> None:
+    def forget_gradients(self) -> None:
         """Reset the error feedback of gradients that were refused, or belong to replaced weights."""
         for slots in self._arenas.values():
-            slots.forget_unsent()
+            slots.forget_gradients()
 
     def restart(self, variables: Iterable[Variable]) -> None:
         """Reset the slots of variables to their start values."""

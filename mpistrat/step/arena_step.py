@@ -24,7 +24,6 @@ from ..variables.variable import Variable
 from .interface import StepEngine, StepParts
 
 if TYPE_CHECKING:
-    from ..arena.wire import Unsent
     from .matrix_sums import MatrixSums
     from .on_device import DeviceSquares
 
@@ -82,16 +81,11 @@ class ArenaStep:
 
     @property
     def gradients(self) -> Any:
-        return self.arena.gradients  # never stored: referenced memory cannot be freed
+        return self._slots.gradients  # never stored: referenced memory cannot be freed
 
-    @property
-    def unsent(self) -> Unsent | None:
-        """The error feedback of the gradients, if the wire has one."""
-        return self._slots.unsent
-
-    def forget_unsent(self) -> None:
-        """Reset the error feedback of refused gradients."""
-        self._slots.forget_unsent()
+    def refuse(self) -> None:
+        """Drop what is stored of gradients that were refused."""
+        self._slots.forget_gradients()
 
     def digest(self) -> int:
         """Return a digest of this rank's slice of the weights, in one pass."""

@@ -11,11 +11,29 @@ from ..arena.arena import Arena
 from ..arena.encoded import EncodedShare
 from ..arena.reduction import BLOCK
 from ..base.buffers import BufferPool
+from ..base.errors import explain
 from ..optimizers.slots import ArenaSlots
-from .interface import Range
+from .interface import OptionCheck, Range
 from .publish import ToNodes
 
-__all__ = ["ToNodesInFewerBytes"]
+__all__ = ["ToNodesInFewerBytes", "check"]
+
+
+def check(asked: OptionCheck) -> None:
+    """Raise ValueError if a wire is given and steps between nodes cannot use it."""
+    if asked.all_nodes == 1:
+        return
+    remedy, got, step = "Leave wire out", "", asked.step
+    if step.local_steps is not None:
+        got = "local_steps, whose outer steps send exact numbers"
+    elif step.sharded_slots is False:
+        got, remedy = "sharded_slots=False", "Leave sharded_slots out: sums are sent to the node with their slots"
+    elif not asked.ops.sums_pieces:
+        got = f"{type(asked.ops).__name__}, which sends whole sums"
+        remedy = "Leave cross_device_ops, replicas and implementation out, or use HierarchicalAllReduce"
+    if got:
+        expected = f"sums divided among nodes, for wire={step.wire!r}"
+        raise ValueError(explain(asked.function, "communication_options", expected=expected, got=got, remedy=remedy))
 
 
 @final

@@ -9,6 +9,7 @@ from ..arena.arena import by_arena, padded
 from ..arena.buckets import BucketSums
 from ..arena.pieces import summed_blocks
 from ..arena.reduction import BLOCK, Consume, network_chunk
+from ..base.errors import explain
 from ..base.partition import blocks, merge
 from ..comm.arrays import accumulation_dtype, all_reduce
 from ..optimizers.begun import unfit
@@ -16,9 +17,9 @@ from ..optimizers.gradients import check_same, flat_gradient
 from ..variables.kinds import own_gradients_of
 from ..variables.placement import Placement
 from ..variables.variable import Variable
-from .interface import Starter, Sums, Work
+from .interface import OptionCheck, Starter, Sums, Work
 
-__all__ = ["HandOver", "HandedOverSums"]
+__all__ = ["HandOver", "HandedOverSums", "check"]
 
 
 @final
@@ -28,7 +29,9 @@ class HandOver(Starter):
     able = early = True
 
     def __init__(self, placement: Placement) -> None:
-        self._buckets = _buckets_of(placement)
+        sums = placement.steps.parts.sums
+        assert isinstance(sums, HandedOverSums)
+        self._buckets = sums.buckets
 
     def start(self, begun: Any, variables: Sequence[Variable], due: bool) -> None:
         replicas = range(len(variables[0].placement.devices)) if variables else ()
@@ -51,10 +54,14 @@ class HandOver(Starter):
 
 @final
 class HandedOverSums(Sums):
-    """The sums of a strategy with `sharded_gradients`."""
+    """The sums of a strategy with `sharded_gradients`.
+
+    Attributes:
+        buckets: the submitted gradients.
+    """
 
     def __init__(self, placement: Placement) -> None:
-        self._buckets, self._strategy = _buckets_of(placement), placement.strategy
+        self.buckets, self._strategy = BucketSums(placement.group), placement.strategy
 
     def load(self, begun: Any, replicas: Sequence[Any], key: tuple[int, ...]) -> None:
         """Submit the remaining gradients, and have all gradients of the step summed. Collective."""
@@ -67,18 +74,24 @@ class HandedOverSums(Sums):
             if pairs[0][1] not in begun
         ]
         begun.note([variable for variable, _ in rest])  # after all gradients were checked
-        hand_over(self._buckets, begun, rest)
-        self._buckets.send()
+        hand_over(self.buckets, begun, rest)
+        self.buckets.send()
 
     def enter(self, call: Any) -> None:
-        self._buckets.finish()
+        self.buckets.finish()
+
+    def forget_step(self) -> None:
+        self.buckets.forget_step()
+
+    def close(self) -> None:
+        self.buckets.close()
 
     def hand_out(self, work: Work, consume: Consume) -> None:
         """Pass sums in the blocks of a reduction.
 
         The sums of an arena that every node sums whole are the node's; they are reduced over nodes here.
         """
-        arena, memory = work.arena, self._buckets.memory(work.gradients)
+        arena, memory = work.arena, self.buckets.memory(work.gradients)
         owned, dtype, inter = arena.owned(work.ranges), accumulation_dtype(arena.dtype), arena.group.inter
         work.keep_in(memory)
         if arena.sharded:
@@ -91,9 +104,37 @@ class HandedOverSums(Sums):
         work.add_up([memory], consume)
 
 
-def _buckets_of(placement: Placement) -> BucketSums:
-    assert placement.buckets is not None
-    return placement.buckets
+def _feeds_back(name: str | None) -> bool:
+    if name is None:
+        return False
+    from ..arena.wire import wire_named
+
+    wire = wire_named(name)
+    return wire is not None and wire.feeds_back
+
+
+def check(asked: OptionCheck) -> None:
+    """Raise an error unless gradients can be submitted early.
+
+    Raises:
+        ValueError: an option excludes it.
+        DeviceError: this rank has GPUs.
+    """
+    asked.require_cpus("sharded_gradients", "Leave sharded_gradients out: GPUs sum and update all weights")
+    remedy, got, ops, step = "Leave sharded_gradients out", "", asked.ops, asked.step
+    if step.local_steps is not None:
+        got, remedy = "local_steps, with which each node sums separately", "Leave local_steps or sharded_gradients out"
+    elif step.sharded_slots is False and asked.nodes > 1:
+        got, remedy = "sharded_slots=False", "Leave sharded_slots out: a sum is sent to the node with its slots"
+    elif not ops.sums_pieces:
+        got = f"{type(ops).__name__}, which has its own order"
+        remedy = "Leave cross_device_ops, replicas and implementation out, or use HierarchicalAllReduce"
+    elif asked.nodes > 1 and _feeds_back(step.wire):
+        got = f"wire={step.wire!r}, which needs the error feedback of the previous step"
+        remedy = 'Use wire="bfloat16"'
+    if got:
+        expected = "gradients summed bucket by bucket"
+        raise ValueError(explain(asked.function, "sharded_gradients", expected=expected, got=got, remedy=remedy))
 
 
 def hand_over(

@@ -19,20 +19,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import Any, Protocol, final
 
 import numpy as np
 
 from ..arena.arena import Arena
 from ..arena.pieces import Range
 from ..arena.reduction import Consume, Gradients
-
-if TYPE_CHECKING:
-    from ..arena.wire import Unsent
+from ..base.devices import parse
+from ..base.errors import DeviceError, explain
+from ..base.options import StepOptions
+from ..cluster.topology import Topology
+from ..cross_device.ops import CrossDeviceOps
 
 __all__ = [
     "NodeRounds",
     "Norms",
+    "OptionCheck",
     "Publish",
     "Range",
     "Replica",
@@ -82,11 +85,6 @@ class Work(Protocol):
     @property
     def gradients(self) -> Gradients: ...
 
-    @property
-    def unsent(self) -> Unsent | None:
-        """The error feedback of earlier messages of sums, if there is one."""
-        ...
-
     def add_up(self, arrays: Sequence[Any], consume: Consume) -> None:
         """Pass flat arrays in place of their sum: `consume` adds them up in the same pass."""
         ...
@@ -94,6 +92,34 @@ class Work(Protocol):
     def keep_in(self, memory: Any) -> None:
         """Use `memory[low:high]` as the sums; passes may overwrite it."""
         ...
+
+
+@final
+@dataclass(frozen=True)
+class OptionCheck:
+    """A new strategy, as the checks of its options see it.
+
+    Attributes:
+        function: the strategy's name in errors.
+        step: the options.
+        all_nodes, nodes: the nodes of all ranks, and of those that step together.
+        ordered: whether sums are in the order of `replicas`.
+    """
+
+    function: str
+    step: StepOptions
+    topology: Topology
+    all_nodes: int
+    nodes: int
+    ops: CrossDeviceOps
+    ordered: bool
+
+    def require_cpus(self, option: str, remedy: str = "") -> None:
+        """Raise DeviceError if this rank has GPUs."""
+        devices = self.topology.devices
+        if any(parse(device)[0] != "cpu" for device in devices):
+            expected, got, rank = "variables on CPUs", f"devices {', '.join(devices)}", self.topology.rank
+            raise DeviceError(explain(self.function, option, expected=expected, got=got, remedy=remedy, rank=rank))
 
 
 class Starter:
@@ -142,6 +168,12 @@ class Sums(ABC):
     @abstractmethod
     def enter(self, call: Any) -> None:
         """Enter a step, which is the collective `call`, and wait for sums started before. Collective, inside one."""
+
+    def forget_step(self) -> None:  # noqa: B027
+        """Drop the gradients of a step that failed. Every rank calls it."""
+
+    def close(self) -> None:  # noqa: B027
+        """Free memory, before the arenas are closed."""
 
     @abstractmethod
     def hand_out(self, work: Work, consume: Consume) -> None:

@@ -20,6 +20,7 @@ from ..arena.arithmetic import arithmetic
 from ..arena.pieces import PieceShare, PieceSum, Range
 from ..arena.reduction import BLOCK
 from ..base.errors import ContextError, explain
+from ..base.options import LocalSteps
 from ..base.partition import aligned_bounds, merge
 from ..base.types import ReduceOp
 from ..base.underflow import may_underflow
@@ -29,10 +30,33 @@ from ..optimizers.node_slots import OUTER_MOMENTUM, node_slots_here
 from ..variables.kinds import apply_constraint
 from ..variables.placement import Placement
 from ..variables.variable import Variable
-from .interface import NodeRounds
+from .interface import NodeRounds, OptionCheck
 from .norms import OverAll
 
-__all__ = ["OuterSteps", "OverOwnNode"]
+__all__ = ["OuterSteps", "OverOwnNode", "check"]
+
+
+def check(asked: OptionCheck) -> None:
+    """Raise an error unless a strategy can have these local steps.
+
+    Raises:
+        TypeError: neither a number of steps nor LocalSteps.
+        ValueError: a number out of range; with `replicas`, or with slots divided over nodes.
+        DeviceError: this rank has GPUs.
+    """
+    given, function = asked.step.local_steps, asked.function
+    if given is not None and not isinstance(given, LocalSteps):
+        try:
+            LocalSteps(given)
+        except (TypeError, ValueError) as error:
+            expected = "ms.LocalSteps, or a number of updates of at least 1"
+            raise type(error)(explain(function, "local_steps", expected=expected, got=repr(given))) from None
+    if asked.ordered or asked.step.sharded_slots:
+        other = "replicas" if asked.ordered else "sharded_slots=True"
+        expected = f"local_steps without {other}"
+        got = "both, while each node sums and stores slots separately"
+        raise ValueError(explain(function, "local_steps", expected=expected, got=got))
+    asked.require_cpus("local_steps")
 
 
 @final

@@ -227,7 +227,7 @@ def _refuse_numbers(kept: KeptSums, number: int) -> None:
         FloatingPointError: on every rank.
     """
     for work in kept.works:
-        work.forget_unsent()
+        work.refuse()
     own = {
         variable.name: not_finite_of(*(variable.gradient(i).reshape(-1) for i in range(len(work.gradients.local))))
         for work in kept.works

@@ -52,5 +52,4 @@ class OfAll(_InArenas):
         if arrays is not None:
             work.add_up(arrays, consume)
         else:
-            lacking = () if work.unsent is None else (work.unsent,)
-            self._ops.reduce_arena(work.gradients, work.ranges, consume, *lacking)
+            self._ops.reduce_arena(work.gradients, work.ranges, consume)

@@ -16,16 +16,16 @@ from ..optimizers.core import OptimizerCore
 from ..optimizers.rule import UpdateRun
 from ..variables.placement import Placement
 from ..variables.variable import Variable
-from .interface import NodeRounds, Starter, StepParts
+from .interface import NodeRounds, OptionCheck, Starter, StepParts
 
-__all__ = ["TABLE", "Row", "Steps", "chosen"]
+__all__ = ["TABLE", "Row", "Steps", "check_options", "chosen"]
 
 
 class Row(NamedTuple):
     """One implementation of a part.
 
     Attributes:
-        part: a field of `StepParts`, or a product of `Steps`.
+        part: a field of `StepParts`, a product of `Steps`, or "check", which `check_options` calls.
         name: the strategy or option that uses it.
         fits: returns whether it is used, for a placement, an arena or an array.
         file, maker: the function or class that creates it, in this folder.
@@ -43,7 +43,11 @@ def _every(_: object) -> bool:
 
 
 def _hands_over(placement: Placement) -> bool:
-    return placement.buckets is not None
+    return bool(placement.arenas.step.sharded_gradients)
+
+
+def _is_given(name: str) -> Callable[[OptionCheck], bool]:
+    return lambda asked: name in asked.step.given()
 
 
 def _has_local_steps(placement: Placement) -> bool:
@@ -75,6 +79,9 @@ def _sharded(arena: Arena) -> bool:
 
 
 TABLE = (
+    Row("check", "local steps", _is_given("local_steps"), "outer", "check"),
+    Row("check", "fewer bytes", _is_given("wire"), "fewer_bytes", "check"),
+    Row("check", "sharded gradients", _is_given("sharded_gradients"), "handed_over", "check"),
     Row("sums", "sharded gradients", _hands_over, "handed_over", "HandedOverSums"),
     Row("sums", "local steps", _has_local_steps, "sums", "OfNode"),
     Row("sums", "every other", _every, "sums", "OfAll"),
@@ -99,6 +106,17 @@ TABLE = (
 )
 
 
+def check_options(asked: OptionCheck) -> None:
+    """Raise an error unless a strategy can have its options."""
+    for row in TABLE:
+        if row.part == "check" and row.fits(asked):
+            _maker(row)(asked)
+
+
+def _maker(row: Row) -> Any:
+    return getattr(import_module(f"{__package__}.{row.file}"), row.maker)
+
+
 def chosen(part: str, of: Any) -> Any:
     """Return the maker of a part, for a placement, an arena or an array.
 
@@ -106,8 +124,7 @@ def chosen(part: str, of: Any) -> Any:
         >>> chosen("engine", np.zeros(3)).__name__
         'blocks_in_cache'
     """
-    row = next(row for row in TABLE if row.part == part and row.fits(of))
-    return getattr(import_module(f"{__package__}.{row.file}"), row.maker)
+    return _maker(next(row for row in TABLE if row.part == part and row.fits(of)))
 
 
 @final
@@ -132,6 +149,16 @@ class Steps:
             replica_of=functools.partial(chosen("replica", placement), placement),
             own_gradients=not _hands_over(placement),
         )
+
+    def forget_step(self) -> None:
+        """Drop the gradients of a step that failed. Every rank calls it."""
+        if "parts" in vars(self):
+            self.parts.sums.forget_step()
+
+    def close(self) -> None:
+        """Free the memory of sums."""
+        if "parts" in vars(self):
+            self.parts.sums.close()
 
     def new_starter(self) -> Starter:
         """Return the starter of sums that one optimizer's program announces."""

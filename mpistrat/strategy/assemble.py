@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import NoneType
 from typing import Any, TypeVar, final
@@ -12,26 +12,26 @@ from typing import Any, TypeVar, final
 from ..base import log, loops
 from ..base.agree import together
 from ..base.cores import loop_threads, set_blas_threads
-from ..base.devices import check_devices, parse, use_device
+from ..base.devices import check_devices, use_device
 from ..base.environment import Environment
 from ..base.errors import (
     ClusterError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
-    DeviceError,
     LayoutError,
     PeerExitError,
     RanksLostError,
     explain,
 )
-from ..base.options import CommunicationOptions, LocalSteps
+from ..base.options import CommunicationOptions, StepOptions
 from ..base.text import counted
 from ..cluster.topology import Topology
 from ..comm.monitor import abort
 from ..comm.process_group import ProcessGroup
 from ..cross_device.auto import make_cross_device_ops
-from ..cross_device.flat import wire_of
 from ..cross_device.ops import CrossDeviceOps
+from ..step.interface import OptionCheck
+from ..step.table import check_options
 from .extended import StrategyExtended
 
 __all__ = [
@@ -122,9 +122,7 @@ def assemble(
     make_sync_group: Callable[[ProcessGroup], ProcessGroup] | None = None,
     order: Callable[[Topology], Sequence[int]] | None = None,
     replicas: int | None = None,
-    sharded_slots: bool | None = None,
-    local_steps: LocalSteps | int | None = None,
-    sharded_gradients: bool = False,
+    step: StepOptions | None = None,
     axes: Any = None,
     ordered_replicas: int | None = None,
 ) -> StrategyExtended:
@@ -136,6 +134,7 @@ def assemble(
         strategy: the new strategy; opaque here.
         kind: its kind.
         options: defaults of every reduction.
+        step: the options of training steps.
         parameter_device: the device of variables; default `devices`.
         check: another check of this rank; its error is raised on every rank.
         make_sync_group: returns the ranks whose replicas step together, if not all; collective.
@@ -167,10 +166,9 @@ def assemble(
     loops.set_threads(loop_threads(topology.local_size, topology.node_cores))
     group = ProcessGroup.create(topology, environment)
 
-    given = {"sharded_slots": sharded_slots, "local_steps": local_steps, "axes": axes}
-    given |= {"sharded_gradients": sharded_gradients or None}
-    told = {name: value for name, value in given.items() if value is not None}
-    settings = options, parameter_device, replicas, told or None, ordered_replicas
+    step = step or StepOptions()
+    given = step.given() | ({} if axes is None else {"axes": axes})
+    settings = options, parameter_device, replicas, given or None, ordered_replicas
 
     def finish() -> tuple[CrossDeviceOps, Sequence[str] | None]:
         given: object = options
@@ -188,7 +186,6 @@ def assemble(
         ops = make_cross_device_ops(implementation if cross_device_ops is None else cross_device_ops)
         if check is not None:
             check(topology)
-        _check_local_steps(kind.name, local_steps, topology, replicas is not None, bool(sharded_slots))
         _log_what_has_no_effect(kind, options, cross_device_ops, topology)
         return ops, None if parameter_device is None else check_devices(parameter_device, kind.name)[:1]
 
@@ -201,24 +198,15 @@ def assemble(
         raise
 
     nodes = (sync_group or group).num_nodes
+    if options is not None and kind is not PARAMETER_SERVER:  # there pushes are encoded, not sums
+        step = replace(step, wire=options.wire)
 
     def bind() -> None:
-        if group.num_nodes > 1:
-            _check_wire(kind, options, ops, sharded_slots, local_steps is not None)
-        if sharded_gradients:
-            _check_sharded_gradients(kind, options, ops, sharded_slots, local_steps is not None, topology, nodes)
+        check_options(OptionCheck(kind.name, step, topology, group.num_nodes, nodes, ops, replicas is not None))
         ops.bind(sync_group or group)
 
     _agree(group, kind, settings, bind)
-    wire = None if kind is PARAMETER_SERVER else wire_of(options)  # there pushes are encoded, not sums
-    if wire is not None or sharded_gradients:
-        sharded_slots = True
-    if local_steps is not None and not isinstance(local_steps, LocalSteps):
-        local_steps = LocalSteps(local_steps)
-    if group.num_nodes == 1:
-        local_steps = None
-    few = 1 < nodes <= MOST_NODES and kind is not PARAMETER_SERVER
-    unasked = few and ops.sums_pieces and not environment.job and local_steps is None
+    divides = nodes <= MOST_NODES and kind is not PARAMETER_SERVER and ops.sums_pieces and not environment.job
     return StrategyExtended(
         strategy,
         group,
@@ -228,10 +216,7 @@ def assemble(
         parameter_devices=parameter_devices,
         distributed=kind.distributed,
         central=kind.central,
-        sharded_slots=unasked if sharded_slots is None else sharded_slots and nodes > 1,
-        local_steps=local_steps,
-        wire=wire,
-        sharded_gradients=sharded_gradients,
+        step=step.in_effect(group.num_nodes, nodes, divides),
     )
 
 
@@ -245,92 +230,6 @@ def _log_what_has_no_effect(
             log.once(logging.INFO, f"{kind.name}: {name} has no effect: one replica has nothing to reduce")
     elif kind is not PARAMETER_SERVER and options is not None and options.wire and topology.num_nodes == 1:
         log.once(logging.INFO, f"{kind.name}: wire={options.wire!r} has no effect: all ranks are on one node")
-
-
-def _check_local_steps(
-    function: str, given: LocalSteps | int | None, topology: Topology, ordered: bool, sharded: bool
-) -> None:
-    """Raise an error unless a strategy can be created with these local steps.
-
-    Raises:
-        TypeError: neither a number of steps nor LocalSteps.
-        ValueError: a number out of range; with `replicas`, or with slots divided over nodes.
-        DeviceError: this rank has GPUs.
-    """
-    if given is None:
-        return
-    if not isinstance(given, LocalSteps):
-        try:
-            LocalSteps(given)
-        except (TypeError, ValueError) as error:
-            expected = "ms.LocalSteps, or a number of updates of at least 1"
-            raise type(error)(explain(function, "local_steps", expected=expected, got=repr(given))) from None
-    if ordered or sharded:
-        other = "replicas" if ordered else "sharded_slots=True"
-        expected = f"local_steps without {other}"
-        got = "both, while each node sums and stores slots separately"
-        raise ValueError(explain(function, "local_steps", expected=expected, got=got))
-    if any(parse(device)[0] != "cpu" for device in topology.devices):
-        expected, got = "variables on CPUs", f"devices {', '.join(topology.devices)}"
-        raise DeviceError(explain(function, "local_steps", expected=expected, got=got, rank=topology.rank))
-
-
-def _check_wire(
-    kind: StrategyKind,
-    options: CommunicationOptions | None,
-    ops: CrossDeviceOps,
-    sharded_slots: bool | None,
-    local: bool,
-) -> None:
-    """Raise ValueError if a wire is given and steps cannot use it."""
-    if options is None or options.wire is None or kind is PARAMETER_SERVER:
-        return
-    remedy, got = "Leave wire out", ""
-    if local:
-        got = "local_steps, whose outer steps send exact numbers"
-    elif sharded_slots is False:
-        got, remedy = "sharded_slots=False", "Leave sharded_slots out: sums are sent to the node with their slots"
-    elif not ops.sums_pieces:
-        got = f"{type(ops).__name__}, which sends whole sums"
-        remedy = "Leave cross_device_ops, replicas and implementation out, or use HierarchicalAllReduce"
-    if got:
-        expected = f"sums divided among nodes, for wire={options.wire!r}"
-        raise ValueError(explain(kind.name, "communication_options", expected=expected, got=got, remedy=remedy))
-
-
-def _check_sharded_gradients(
-    kind: StrategyKind,
-    options: CommunicationOptions | None,
-    ops: CrossDeviceOps,
-    sharded_slots: bool | None,
-    local: bool,
-    topology: Topology,
-    nodes: int,
-) -> None:
-    """Raise an error unless gradients can be submitted early.
-
-    Raises:
-        ValueError: an option excludes it.
-        DeviceError: this rank has GPUs.
-    """
-    if any(parse(device)[0] != "cpu" for device in topology.devices):
-        expected, got = "variables on CPUs", f"devices {', '.join(topology.devices)}"
-        remedy = "Leave sharded_gradients out: GPUs sum and update all weights"
-        raise DeviceError(explain(kind.name, "sharded_gradients", expected=expected, got=got, remedy=remedy))
-    remedy, got = "Leave sharded_gradients out", ""
-    if local:
-        got, remedy = "local_steps, with which each node sums separately", "Leave local_steps or sharded_gradients out"
-    elif sharded_slots is False and nodes > 1:
-        got, remedy = "sharded_slots=False", "Leave sharded_slots out: a sum is sent to the node with its slots"
-    elif not ops.sums_pieces:
-        got = f"{type(ops).__name__}, which has its own order"
-        remedy = "Leave cross_device_ops, replicas and implementation out, or use HierarchicalAllReduce"
-    elif nodes > 1 and (wire := wire_of(options)) is not None and wire.feeds_back:
-        got = f"wire={wire.name!r}, which needs the error feedback of the previous step"
-        remedy = 'Use wire="bfloat16"'
-    if got:
-        expected = "gradients summed bucket by bucket"
-        raise ValueError(explain(kind.name, "sharded_gradients", expected=expected, got=got, remedy=remedy))
 
 
 def _check_evaluator(kind: StrategyKind, topology: Topology) -> None:

@@ -15,7 +15,7 @@ from ..base.context import Frame
 from ..base.distributed_values import DistributedValues, Mirrored, regroup, select_replica
 from ..base.errors import ClosedError, ContextError, explain
 from ..base.global_batch import Ledger
-from ..base.options import CommunicationOptions, LocalSteps
+from ..base.options import CommunicationOptions, StepOptions
 from ..base.types import ReduceOp
 from ..cluster.topology import Topology
 from ..comm.process_group import ProcessGroup
@@ -30,7 +30,6 @@ from .replica_threads import ReplicaThreads, current_rendezvous
 from .tensorflow_names import EXTENDED, OtherNames
 
 if TYPE_CHECKING:
-    from ..arena.wire import Wire
     from ..optimizers.begun import Begun
     from .process_set import ProcessSets
 
@@ -130,10 +129,7 @@ class StrategyExtended(OtherNames):
         parameter_devices: Sequence[str] | None = None,
         distributed: bool = True,
         central: bool = False,
-        sharded_slots: bool = False,
-        local_steps: LocalSteps | None = None,
-        wire: Wire | None = None,
-        sharded_gradients: bool = False,
+        step: StepOptions | None = None,
         is_default: bool = False,
         shared: bool = False,
     ) -> None:
@@ -146,7 +142,7 @@ class StrategyExtended(OtherNames):
             options: defaults of every reduction.
             sync_group: the ranks whose replicas step together, if not all.
             parameter_devices: the devices of variables; default this rank's devices.
-            distributed, central, sharded_slots, local_steps, wire, sharded_gradients: see `Placement` and `ArenaAllocator`.
+            distributed, central, step: see `Placement` and `ArenaAllocator`.
             is_default: see the class.
             shared: whether the group belongs to another strategy, which closes it.
         """
@@ -155,14 +151,10 @@ class StrategyExtended(OtherNames):
         self.sync_topology: Topology = sync_group.topology
         self.num_input_pipelines = self.topology.size
         self.process_group, self.cross_device_ops = group, ops
-        arenas = ArenaAllocator(sync_group, parameter_devices, central, sharded_slots, wire, sharded_gradients)
+        arenas = ArenaAllocator(sync_group, parameter_devices, central, step)
         devices = self.sync_topology.devices
-        self.placement = Placement(sync_group, ops, arenas, strategy, devices, distributed, local_steps=local_steps)
+        self.placement = Placement(sync_group, ops, arenas, strategy, devices, distributed)
         self.placement.steps = Steps(self.placement)
-        if sharded_gradients:
-            from ..arena.buckets import BucketSums
-
-            self.placement.buckets = BucketSums(sync_group)
         self.is_default, self.closed = is_default, False
         self.coordination = Coordination()
         self.models = CommonObjects()
@@ -200,10 +192,7 @@ class StrategyExtended(OtherNames):
             parameter_devices=placement.arenas.devices,
             distributed=placement.distributed,
             central=placement.arenas.central,
-            sharded_slots=placement.arenas.sharded,
-            local_steps=placement.local_steps,
-            wire=placement.arenas.wire,
-            sharded_gradients=placement.arenas.sharded_gradients,
+            step=placement.arenas.step,
             is_default=self.is_default,
             shared=True,
         )
@@ -266,8 +255,7 @@ class StrategyExtended(OtherNames):
         """Drop the announced or submitted gradients of a step that failed. Call it on every rank."""
         for begun in list(self.begun):
             begun.forget()
-        if self.placement.buckets is not None:
-            self.placement.buckets.forget_step()
+        self.placement.steps.forget_step()
 
     def register_optimizer(self, optimizer: Any) -> None:
         """Register an optimizer for `save` and `restore`; it does so when first applied.

@@ -106,8 +106,8 @@ def _layout(strategy: Strategy) -> Iterator[Row]:
     if group.num_nodes > 1:
         sharded = extended.placement.arenas.sharded
         yield "optimizers' slots", "a part on each node, but for small arenas" if sharded else "all on every node"
-        wire = extended.placement.arenas.wire
-        yield "steps between nodes", "numbers as they are" if wire is None else f"float32 as {wire.name}"
+        wire = extended.placement.arenas.step.wire
+        yield "steps between nodes", "numbers as they are" if wire is None else f"float32 as {wire}"
     if extended.placement.local_steps is not None:
         yield "local steps", repr(extended.placement.local_steps)
     yield "reductions", type(extended.cross_device_ops).__name__

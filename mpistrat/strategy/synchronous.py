@@ -11,7 +11,7 @@ from ..base import context
 from ..base.agree import gather_text, together
 from ..base.devices import default_devices
 from ..base.errors import ClusterError, explain
-from ..base.options import CommunicationOptions, LocalSteps
+from ..base.options import CommunicationOptions, LocalSteps, StepOptions
 from ..cluster.resolvers import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver
 from ..cluster.resolvers.tf_config import warn_unused
 from ..cluster.spec import worker_count
@@ -219,8 +219,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         super().__init__(
             assemble(
                 self, MULTI_WORKER_MIRRORED, comm, devices, cross_device_ops, communication_options,
-                order=order, replicas=replicas, sharded_slots=sharded_slots, local_steps=local_steps,
-                sharded_gradients=sharded_gradients,
+                order=order, replicas=replicas,
+                step=StepOptions(sharded_slots, local_steps, sharded_gradients=sharded_gradients or None),
             )
         )  # fmt: skip
         self.cluster_resolver = resolver or MPIClusterResolver(self.comm)

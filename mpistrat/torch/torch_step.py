@@ -59,7 +59,7 @@ def sums_of(strategy: Any, device: torch.device) -> GradientSums | None:
     placement = extended.placement
     if placement.store is not None or not goes_by_torch(placement) or len(extended.replicas) > 1:
         return None
-    if placement.grid is not None or placement.local_steps is not None or placement.buckets is not None:
+    if placement.grid is not None or placement.local_steps is not None or placement.arenas.step.sharded_gradients:
         return None
     if type(placement.ops) not in (AutoAllReduce, NcclAllReduce):
         return None

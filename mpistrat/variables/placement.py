@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from ..base.options import LocalSteps
 from ..base.types import VariableAggregation, VariableSynchronization
 from ..comm.process_group import ProcessGroup
 from ..cross_device.ops import CrossDeviceOps
-
-if TYPE_CHECKING:
-    from ..arena.buckets import BucketSums
 
 __all__ = ["ORDINAL_STEP", "Description", "Placement", "Store", "Target"]
 
@@ -144,10 +141,8 @@ class Placement:
         distributed: False for strategies with one replica (the default, OneDeviceStrategy): writes in replica context are not
             aggregated.
         store: the memory of variables and optimizer state, if not the arenas.
-        local_steps: the options of local steps; None without them, and on one node.
         partitioner: returns the number of shards of a variable, see `partitioners`; default: one.
         grid: the ranks over which each replica is divided; None if it is not.
-        buckets: the sums of gradients submitted early; None if gradients stay.
 
     Attributes:
         variables: every `Variable`, in the order of creation, the same on every rank.
@@ -166,10 +161,8 @@ class Placement:
     devices: Sequence[str] = ("cpu:0",)
     distributed: bool = True
     store: Store | None = None
-    local_steps: LocalSteps | None = None
     partitioner: Callable[..., Sequence[int]] | None = None
     grid: Grid | None = None
-    buckets: BucketSums | None = None
     variables: list[Any] = field(default_factory=list)
     sharded: list[Any] = field(default_factory=list)
     optimizers: list[Any] = field(default_factory=list)
@@ -178,6 +171,13 @@ class Placement:
     told_apart: bool = False
     steps: Any = None
     _names: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def local_steps(self) -> LocalSteps | None:
+        """The options of local steps; None without them, and on one node."""
+        found = self.arenas.step.local_steps
+        assert not isinstance(found, int)
+        return found
 
     @property
     def creators(self) -> ProcessGroup:
@@ -203,7 +203,7 @@ class Placement:
 
     def require_kept_gradients(self, function: str) -> None:
         """Raise LayoutError if gradients are submitted early: framework adapters need gradients that stay."""
-        if self.buckets is not None:
+        if self.arenas.step.sharded_gradients:
             got, remedy = (
                 "one with sharded_gradients=True",
                 "Leave sharded_gradients out: gradients lie in the framework's arrays",
@@ -228,6 +228,6 @@ class Placement:
             variable._close()
         self.optimizers.clear()
         self.made.clear()
-        if self.buckets is not None:
-            self.buckets.close()
+        if self.steps is not None:
+            self.steps.close()
         self.arenas.close()

@@ -4,13 +4,15 @@ Rules find circles of imports, uses of others' private attributes, parameters th
 and class names with two meanings. Counts are sizes: arrows between rooms, public members, files, lines. `house_rules.json`
 has the exceptions of each rule and the limit of each count; `tests/single/test_architecture.py` compares the code with both.
 They only shrink: `python -m tests.harness.house_rules` removes the exceptions that are no longer needed and lowers the
-limits to today's counts. With `--feature` it also raises limits, and prints by how much, for the text of the commit. Names are
-compared, not types, so a definition with the name of a used one counts as used.
+limits to today's counts. With `--feature` it also raises limits, and prints by how much, for the text of the commit. With
+`--options` it only prints the lines that name an option outside its files. Names are compared, not types, so a definition with
+the name of a used one counts as used.
 """
 
 from __future__ import annotations
 
 import ast
+import fnmatch
 import functools
 import io
 import json
@@ -533,6 +535,127 @@ def signature_lines(path: Path) -> int:
     return len(found & code_lines(path))
 
 
+# ---- options
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a training step, and how code that names it is recognized.
+
+    Attributes:
+        words: names, attributes, parameters and keywords that mean the option, each with the files in which it has this meaning.
+            "a.b" is the attribute `b` of an expression that ends in `a`. Leading underscores do not count.
+        types: parameters and fields annotated with them mean the option, too.
+        files: those that own the option.
+    """
+
+    words: dict[str, str]
+    types: str
+    files: str
+
+
+OPTIONS = {
+    "parameter servers": Option(
+        {"placement.store": "*", "core.store": "optimizers/* state/* strategy/*", "self.store": "optimizers/core.py",
+         "served": "keras/* shadow/*", "has_workers": "*"},
+        "Store",
+        "parameter_server/* remote/* keras/served.py",
+    ),
+    "local steps": Option(
+        {"local_steps": "*", "nodes_differ": "*", "outer": "optimizers/*", "placement.apart": "*"},
+        "LocalSteps",
+        "step/outer.py optimizers/node_slots.py base/options.py",
+    ),
+    "fewer bytes": Option(
+        dict.fromkeys(
+            ["wire", "wires", "wire_of", "unsent", "forget_unsent", "residual", "WIRE_RESIDUAL", "residual_receiver"],
+            "arena/* cross_device/* optimizers/* state/* step/* strategy/* variables/*",
+        ),
+        "Wire Unsent",
+        "arena/wire.py arena/encoded.py step/fewer_bytes.py",
+    ),
+    "sharded gradients": Option(
+        {"placement.buckets": "*", "handed_over": "*", "own_gradients": "*", "own_gradients_of": "*",
+         "sharded_gradients": "*"},
+        "BucketSums OwnGradients",
+        "arena/buckets.py variables/own_gradients.py step/handed_over.py",
+    ),
+    "mesh": Option(
+        {"grid": "keras/* state/* step/* strategy/* torch/* variables/*",
+         **dict.fromkeys(["variable.part", "v.part", "what.part", "self.part", "description.part", "where.part"],
+                         "jax/* optimizers/* state/* step/[!o]* torch/module.py variables/*"),
+         "divided": "torch/module.py step/arena_step.py"},
+        "Grid Part",
+        "arena/layout.py step/mesh.py strategy/mesh.py strategy/mesh_strategy.py strategy/axes.py",
+    ),
+    "early sums": Option(
+        {"core.begun": "*", "extended.begun": "*", "begun": "step/[!o]* strategy/*", "early": "arena/* cross_device/* step/*"},
+        "EarlySums Begun",
+        # sharded gradients are early sums of all gradients
+        "optimizers/begun.py arena/early.py step/early_start.py step/early_on_gpu.py arena/buckets.py step/handed_over.py",
+    ),
+}  # fmt: skip
+
+
+def _within(path: Path, globs: str) -> bool:
+    return any(fnmatch.fnmatch(str(path.relative_to(PACKAGE)), glob) for glob in globs.split())
+
+
+def _last_name(node: ast.AST) -> str:
+    return getattr(node, "attr", getattr(node, "id", "")).strip("_")
+
+
+def _named(node: ast.AST) -> tuple[set[str], int]:
+    """Return the words that a node names, and their line."""
+    if isinstance(node, ast.Attribute):
+        name = node.attr.strip("_")
+        return {name, f"{_last_name(node.value)}.{name}"}, node.end_lineno
+    if isinstance(node, (ast.Name, ast.arg, ast.keyword, ast.Constant, *FUNCTIONS)):
+        name = next((getattr(node, key) for key in ("id", "arg", "name", "value") if hasattr(node, key)), None)
+        return ({name.strip("_")} if isinstance(name, str) else set()), node.lineno
+    return set(), 0
+
+
+def _aliases(path: Path, words: set[str], types: set[str]) -> set[tuple[tuple[str, ...], str]]:
+    """Return the scope and name of variables that are assigned an option's attribute or its test, or have one of its types."""
+    found = set()
+    for node, scope in scoped(path):
+        pairs = []
+        if isinstance(node, (ast.arg, ast.AnnAssign)):
+            typed = node.annotation is not None and {*re.findall(r"\w+", ast.unparse(node.annotation))} & types
+            if typed:
+                found.add(
+                    (scope.names, (node.arg if isinstance(node, ast.arg) else _last_name(node.target)).strip("_"))
+                )
+        elif isinstance(node, ast.NamedExpr):
+            pairs = [(node.target, node.value)]
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                both = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+                pairs += list(zip(target.elts, node.value.elts, strict=False)) if both else [(target, node.value)]
+        for target, value in pairs:
+            value = value.left if isinstance(value, ast.Compare) else value
+            if isinstance(target, ast.Name) and isinstance(value, ast.Attribute) and _named(value)[0] & words:
+                found.add((scope.names, target.id))
+    return found
+
+
+def option_lines() -> Iterator[tuple[str, str, int]]:
+    """Yield each line of code that names an option outside the option's files: the option, the file and the line's number."""
+    for title, option in OPTIONS.items():
+        for path in files():
+            words = {word for word, globs in option.words.items() if _within(path, globs)}
+            if _within(path, option.files):
+                continue
+            aliases = _aliases(path, words, set(option.types.split()))
+            lines = set()
+            for node, scope in scoped(path):
+                names, line = _named(node)
+                if names & words or any(name in names and scope.names[: len(of)] == of for of, name in aliases):
+                    lines.add(line)
+            yield from ((title, str(path.relative_to(PACKAGE)), line) for line in sorted(lines & code_lines(path)))
+
+
 FRONTS = (
     "cross_device/collectives.py", "cross_device/ops.py", "strategy/axes.py", "strategy/collectives.py", "strategy/mesh.py",
     "strategy/process_set.py",
@@ -547,6 +670,7 @@ COUNTS: dict[str, Callable[[], int]] = {
     "files": lambda: len(files()),
     "code lines": lambda: sum(len(code_lines(path)) for path in files()),
     "signature lines": lambda: sum(map(signature_lines, files())),
+    "option lines outside their files": lambda: len([*option_lines()]),
 }
 RULES: dict[str, Callable[[], Iterator[str]]] = {
     "modules in a circle of imports": lambda: (name.partition(".")[0] for name in circles()),
@@ -580,7 +704,20 @@ def found(rule: str) -> Counter[str]:
     return Counter(RULES[rule]() if rule in COUNTED else {*RULES[rule]()})
 
 
+def print_options() -> None:
+    """Print the option lines by option and file."""
+    by_file = Counter((title, name) for title, name, _ in option_lines())
+    for title in OPTIONS:
+        print(f"{title}: {sum(count for (of, _), count in by_file.items() if of == title)}")
+        for (of, name), count in by_file.most_common():
+            if of == title:
+                print(f"  {count:3} {name}")
+    print(f"together: {by_file.total()}")
+
+
 if __name__ == "__main__":
+    if "--options" in sys.argv:
+        sys.exit(print_options())
     left = {rule: dict(sorted((known & found(rule)).items())) for rule, known in exceptions().items()}
     counts = {name: COUNTS[name]() for name in limits()}
     for name in [name for name, limit in limits().items() if counts[name] > limit]:
