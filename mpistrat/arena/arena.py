@@ -74,7 +74,11 @@ class Gradients:
     def messages(self) -> Callable[[np.ndarray], Messages]:
         """The form of sums between nodes, for `PieceSum`."""
         wire = self._arena.wire
-        return Messages if wire is None else wire.messages
+        if wire is None:
+            return Messages
+        from .encoded import messages_in
+
+        return messages_in(wire)
 
     def feeding_back(self, unsent: Unsent) -> Gradients:
         """Return the same gradients with error feedback."""

@@ -18,12 +18,15 @@ import numpy as np
 
 from ..base.errors import ClosedError
 from ..base.partition import aligned_bounds, blocks, cut, inside, merge, without
+from ..base.types import ReduceOp
 from ..base.waiting import Backoff
 from ..comm.process_group import ProcessGroup
-from .arithmetic import Arithmetic, combine
+from .arena import Gradients
+from .arithmetic import Arithmetic, arithmetic, combine
 from .pieces import Messages, PieceSum, Range, wait
+from .reduction import BLOCK, ArenaSum, Consume, of_node
 
-__all__ = ["EarlyMemory", "EarlySums", "threads_agree"]
+__all__ = ["EarlyArenaSum", "EarlyMemory", "EarlySums", "threads_agree"]
 
 _CEILING = 2e-4  # the most seconds that the thread sleeps between two checks for messages
 _END = 5.0  # seconds that its end may take
@@ -248,3 +251,41 @@ class EarlySums:
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(_END)
+
+
+@final
+class EarlyArenaSum:
+    """The sums of arenas with pieces, parts of which may start before the step."""
+
+    def __init__(self, group: ProcessGroup, sums: ArenaSum) -> None:
+        """Serve an `ArenaSum` of a group's ranks."""
+        self._group, self._sums = group, sums
+        self._started: EarlySums | None = None
+
+    def sum_owned(self, arena: Gradients, ranges: Sequence[Range], how: Arithmetic, consume: Consume) -> None:
+        """Call consume(low, high, sum) for this rank's part of the ranges, in order. Collective over `group.inter`."""
+        missing = None if self._started is None else self._started.missing(arena, ranges)
+        if missing is None or self._started is None:
+            self._sums.sum_owned(arena, ranges, how, consume)
+            return
+        memory = self._started.memory(arena)
+        self._sums.sum_owned(arena, missing, how, memory.put)
+        self._started.wait()
+        if self._group.inter is not None:
+            # In the same blocks as without early sums: a norm is a sum over blocks.
+            for low, high in self._sums.pieces_of(how.accumulate, arena).consumed(arena.owned(ranges)):
+                consume(low, high, memory.of(low, high))
+
+    def begin(self, arena: Gradients, ranges: Sequence[Range]) -> None:
+        """Start to sum ranges of an arena with pieces; the next `sum_owned` of them uses the sums.
+
+        Collective, inside one; all ranks of the node have arrived.
+        """
+        if self._started is None:
+            self._started = EarlySums(self._group, BLOCK)
+        self._started.begin(arena, of_node(arena), ranges, arithmetic(ReduceOp.SUM, arena.dtype, 1))
+
+    def forget(self, key: str, ranges: Sequence[Range]) -> None:
+        """Discard the started sums of ranges of an arena. Every rank calls it."""
+        if self._started is not None:
+            self._started.forget(key, ranges)

@@ -6,6 +6,8 @@ on all nodes.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, final
 
 import numpy as np
@@ -18,7 +20,7 @@ from .arithmetic import Arithmetic, arithmetic, combine
 from .pieces import SHARED, Messages, Pieces, PieceShare, PieceSum, Range, leave
 from .wire import Unsent, Wire
 
-__all__ = ["EncodedAllReduce", "EncodedMessages", "EncodedShare"]
+__all__ = ["EncodedAllReduce", "EncodedMessages", "EncodedShare", "messages_in"]
 
 _BYTES = np.dtype(np.uint8)
 
@@ -50,6 +52,12 @@ class EncodedMessages(Messages):
             else:
                 own = self._sums[half, node, part]
                 combine(np.add, [total, own] if node else [own], total)
+
+
+@functools.cache
+def messages_in(wire: Wire) -> Callable[[np.ndarray], Messages]:
+    """Return the function that makes messages in an encoding, the same object for the same encoding."""
+    return functools.partial(EncodedMessages, wire=wire)
 
 
 @final
@@ -131,7 +139,7 @@ class EncodedAllReduce:
         """
         self._inter, self._wire = inter, wire
         self._how = arithmetic(ReduceOp.SUM, np.dtype(np.float32), 1)
-        self._pieces = PieceSum(inter, self._how.accumulate, block, wire.messages)
+        self._pieces = PieceSum(inter, self._how.accumulate, block, messages_in(wire))
         self._work = np.empty(block, np.float32)
         self._pool = BufferPool(kept=16)
 

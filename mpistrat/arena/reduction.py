@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import Any, Protocol, final
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from ..comm.process_group import ProcessGroup
 from .arena import Gradients
 from .arithmetic import Arithmetic, arithmetic, combine, divide, round_into
 from .pieces import PieceSum
-
-if TYPE_CHECKING:
-    from .early import EarlySums
 
 __all__ = [
     "BLOCK",
@@ -117,7 +114,6 @@ class ArenaSum:
         self._group, self._inter = group, group.inter
         self._scratch: dict[np.dtype, np.ndarray] = {}
         self._piece_sums: dict[tuple[np.dtype, Any], PieceSum] = {}
-        self._early: EarlySums | None = None
 
     def sum_owned(self, arena: Gradients, ranges: Sequence[tuple[int, int]], how: Arithmetic, consume: Consume) -> None:
         """Call consume(low, high, sum) for this rank's part of the ranges, in order. Collective over `group.inter`."""
@@ -125,42 +121,11 @@ class ArenaSum:
         if pieces is None:
             self.hand_out(arena, arena.owned(ranges), how, consume)
             return
-        missing = None if self._early is None else self._early.missing(arena, ranges)
-        if missing is None or self._early is None:
-            self._sum_pieces(arena, ranges, how, consume)
-            return
-        memory = self._early.memory(arena)
-        self._sum_pieces(arena, missing, how, memory.put)
-        self._early.wait()
         if self._inter is not None:
-            # In the same blocks as without early sums: a norm is a sum over blocks.
-            for low, high in self._piece_sum(how.accumulate, arena).consumed(arena.owned(ranges)):
-                consume(low, high, memory.of(low, high))
+            self.pieces_of(how.accumulate, arena).hand_out(of_node(arena), pieces, how, consume, arena.unsent)
 
-    def begin(self, arena: Gradients, ranges: Sequence[tuple[int, int]]) -> None:
-        """Start to sum ranges of an arena with pieces; the next `sum_owned` of them uses the sums.
-
-        Collective, inside one; all ranks of the node have arrived.
-        """
-        if self._early is None:
-            from .early import EarlySums
-
-            self._early = EarlySums(self._group, BLOCK)
-        self._early.begin(arena, of_node(arena), ranges, arithmetic(ReduceOp.SUM, arena.dtype, 1))
-
-    def forget(self, key: str, ranges: Sequence[tuple[int, int]]) -> None:
-        """Discard the started sums of ranges of an arena. Every rank calls it."""
-        if self._early is not None:
-            self._early.forget(key, ranges)
-
-    def _sum_pieces(
-        self, arena: Gradients, ranges: Sequence[tuple[int, int]], how: Arithmetic, consume: Consume
-    ) -> None:
-        pieces = arena.pieces(ranges)
-        if pieces is not None and self._inter is not None:
-            self._piece_sum(how.accumulate, arena).hand_out(of_node(arena), pieces, how, consume, arena.unsent)
-
-    def _piece_sum(self, dtype: np.dtype, arena: Gradients) -> PieceSum:
+    def pieces_of(self, dtype: np.dtype, arena: Gradients) -> PieceSum:
+        """Return the sum of the pieces of an arena that nodes share."""
         messages = arena.messages
         summed = self._piece_sums.get((dtype, messages))
         if summed is None:

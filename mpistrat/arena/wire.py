@@ -8,15 +8,12 @@ Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 
 from ..base import loops
 from .arithmetic import combine
-
-if TYPE_CHECKING:
-    from .pieces import Messages
 
 __all__ = ["INT8_BLOCK", "Bfloat16", "Int8", "Unsent", "Wire", "wire_named"]
 
@@ -62,12 +59,6 @@ class Wire(ABC):
     @abstractmethod
     def decode(self, message: np.ndarray, out: np.ndarray, add: bool = False) -> None:
         """Write, or add, the numbers of a message."""
-
-    def messages(self, sums: np.ndarray) -> Messages:
-        """Return the messages of a `PieceSum` in this encoding."""
-        from .encoded import EncodedMessages
-
-        return EncodedMessages(sums, self)
 
     def encode_sum(self, total: np.ndarray, message: np.ndarray, unsent: np.ndarray, work: np.ndarray) -> None:
         """Encode a sum plus its error feedback, and update the latter. `total` and `work` are overwritten."""

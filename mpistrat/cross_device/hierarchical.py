@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from ..arena.arithmetic import Arithmetic, combine, divide, finish, round_into
-from ..arena.reduction import BLOCK, ArenaSum, Consume, Destination, Gradients, node_gradients
+from ..arena.reduction import BLOCK, ArenaSum, Consume, Destination, Gradients, StartedSums, node_gradients
 from ..base.buffers import BufferPool
 from ..base.distributed_values import PerReplica
 from ..base.errors import explain
@@ -33,6 +33,7 @@ from .mpi import mpi_sum
 from .ops import Planned
 
 if TYPE_CHECKING:
+    from ..arena.early import EarlyArenaSum
     from ..arena.encoded import EncodedAllReduce
 
 __all__ = ["HierarchicalAllReduce", "HierarchicalCopyAllReduce"]
@@ -78,16 +79,19 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
         self._exchange: _ExchangeSum | None = None
         self._staged: _StagedSum | None = None
         self._arenas: ArenaSum | None = None
+        self._early: EarlyArenaSum | None = None
         self._encoded: EncodedAllReduce | None = None
 
     def bind(self, group: ProcessGroup) -> None:
         super().bind(group)
-        self._staged = self._arenas = self._encoded = None
+        self._staged = self._arenas = self._early = self._encoded = None
         self._exchange = _ExchangeSum(group, self.results) if group.num_nodes == 1 and group.node.size > 1 else None
 
     def close(self) -> None:
         super().close()
-        self._exchange = self._staged = self._arenas = self._encoded = None  # referenced memory cannot be freed
+        self._exchange = self._staged = self._arenas = self._early = self._encoded = (
+            None  # referenced memory cannot be freed
+        )
 
     def entry(self, arrays: Sequence[Any], destinations: Any) -> tuple[bool, Hashable]:
         if self._find(arrays, destinations) is not None:
@@ -154,11 +158,17 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
             super().reduce_arena(arena, ranges, consume)
             return
         how = self.arithmetic(ReduceOp.SUM, arena.dtype)
-        self._arena_sum().sum_owned(arena, ranges, how, consume)
+        sums = self._arena_sum() if self._early is None else self._early
+        sums.sum_owned(arena, ranges, how, consume)
 
-    def early_sums(self, arena: Gradients) -> ArenaSum | None:
-        later = is_gpu(arena.local[0]) or not arena.node_pieces() or not arena.may_start_early
-        return None if later else self._arena_sum()
+    def early_sums(self, arena: Gradients) -> StartedSums | None:
+        if is_gpu(arena.local[0]) or not arena.node_pieces() or not arena.may_start_early:
+            return None
+        if self._early is None:
+            from ..arena.early import EarlyArenaSum
+
+            self._early = EarlyArenaSum(self.group, self._arena_sum())
+        return self._early
 
     def _destination(self, values: Sequence[Any], variable: Any, reduce_op: ReduceOp) -> Destination | None:
         """Return the location in a gradient arena of values that are reduced in place; None for all others."""

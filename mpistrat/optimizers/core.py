@@ -321,7 +321,7 @@ class OptimizerCore:
             return
         yield from self.slots.waiting(writers, all_else, each_node)
         for variable in self.variables:
-            if not self.slots.stored_of(variable) and self.slots.outer is None:
+            if not self.slots.in_files(variable):
                 continue
             parts = self.slots.here(variable, writers, each_node)
             yield variable.name, variable.shape, accumulation_dtype(variable.dtype), parts
@@ -345,10 +345,7 @@ class OptimizerCore:
                     text = f"optimizer {optimizer.name!r}: {name}{group} is {value} as saved, not {old[name]}"
                     log.once(logging.INFO, text)
         self.describe_steps()
-        self.slots.forget_gradients()
-        self.slots.pending.clear()
-        if self.slots.outer is not None:
-            self.slots.outer.reset()
+        self.slots.reset()
 
     def restart_slots(self, variables: Collection[Variable] | None) -> None:
         """Reset the slots of variables, None for all, to their start values. Call it on all ranks."""
@@ -370,7 +367,7 @@ class OptimizerCore:
         None if they must be given whole, to `set_state`: other slots, slots in a store, averages, which start from the weights
         of the first step, or local steps.
         """
-        if self.store is not None or self.slots.outer is not None or variable.arena is None or self.optimizer.use_ema:
+        if self.store is not None or not self.slots.alike or variable.arena is None or self.optimizer.use_ema:
             return None
         if set(names) != set(self.slots.stored_of(variable)):
             return None
@@ -380,9 +377,7 @@ class OptimizerCore:
 
     def take_outer_step(self) -> None:
         """Take an outer step now, if nodes have taken local ones, for `Strategy.outer_step`. Collective."""
-        outer = self.slots.outer
-        if outer is not None and outer.begun:
-            outer.take()
+        self.slots.end_round()
 
 
 def find(ordinal: int) -> Any:

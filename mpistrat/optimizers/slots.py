@@ -144,9 +144,21 @@ class SlotStore:
             self.rounds = placement.steps.new_rounds()
 
     @property
-    def outer(self) -> Any:
-        """The rounds, if nodes have their own weights and slots in them; else None."""
-        return None if self.rounds is None or self.rounds.alike else self.rounds
+    def alike(self) -> bool:
+        """True if all nodes have equal slots."""
+        return self.rounds is None or bool(self.rounds.alike)
+
+    def end_round(self) -> None:
+        """End a round of nodes, so that all have equal weights. Collective."""
+        if self.rounds is not None:
+            self.rounds.end()
+
+    def reset(self) -> None:
+        """Drop pending slots, and reset what belongs to no variable. Call it on every rank."""
+        self.forget_gradients()
+        self.pending.clear()
+        if self.rounds is not None:
+            self.rounds.reset()
 
     def of(self, arena: Arena) -> ArenaSlots:
         """Return the slots of an arena; the first call fixes its slices. Call it on all ranks."""
@@ -154,6 +166,10 @@ class SlotStore:
         if slots is None:
             slots = self._arenas[arena] = ArenaSlots(arena, self.names, self._owner._slot_start())
         return slots
+
+    def in_files(self, variable: Variable) -> bool:
+        """Return True if a variable has slots in files. Call it on all ranks."""
+        return bool(self.stored_of(variable) or (self.rounds is not None and self.rounds.slot_names))
 
     def stored_of(self, variable: Variable) -> tuple[str, ...]:
         """Return the slot names of a variable in files. Call it on all ranks."""
@@ -192,9 +208,13 @@ class SlotStore:
         With `each_node` all nodes yield all. Collective.
         """
         arena = _arena_of(variable)
-        if self.outer is not None:
-            return self.outer.slots_here(variable, arena, self.names, self.of(arena).of_range, writers, each_node)
-        return _parts(variable, self.stored_of(variable), self.of(arena).stored, writers, each_node)
+        kept = self.of(arena)
+        found = None
+        if self.rounds is not None:
+            found = self.rounds.slots_here(variable, arena, self.names, kept.of_range, writers, each_node)
+        if found is not None:
+            return found
+        return _parts(variable, self.stored_of(variable), kept.stored, writers, each_node)
 
     def write(self, variable: Variable, values: Mapping[str, Any]) -> None:
         """Overwrite this rank's part of a variable's slots.
@@ -205,8 +225,8 @@ class SlotStore:
         Raises:
             ValueError: names or shapes do not fit.
         """
-        if self.outer is not None:
-            values = self.outer.load(variable, _arena_of(variable), values)
+        if self.rounds is not None:
+            values = self.rounds.load(variable, _arena_of(variable), values)
         residual = values.get(WIRE_RESIDUAL)
         values = {name: value for name, value in values.items() if name != WIRE_RESIDUAL}
         if set(values) != set(self.names):

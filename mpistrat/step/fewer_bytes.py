@@ -28,8 +28,8 @@ def check(asked: OptionCheck) -> None:
         got = "local_steps, whose outer steps send exact numbers"
     elif step.sharded_slots is False:
         got, remedy = "sharded_slots=False", "Leave sharded_slots out: sums are sent to the node with their slots"
-    elif not asked.ops.sums_pieces:
-        got = f"{type(asked.ops).__name__}, which sends whole sums"
+    elif not asked.sums_pieces:
+        got = f"{asked.algorithm}, which sends whole sums"
         remedy = "Leave cross_device_ops, replicas and implementation out, or use HierarchicalAllReduce"
     if got:
         expected = f"sums divided among nodes, for wire={step.wire!r}"

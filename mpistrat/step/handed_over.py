@@ -121,13 +121,13 @@ def check(asked: OptionCheck) -> None:
         DeviceError: this rank has GPUs.
     """
     asked.require_cpus("sharded_gradients", "Leave sharded_gradients out: GPUs sum and update all weights")
-    remedy, got, ops, step = "Leave sharded_gradients out", "", asked.ops, asked.step
+    remedy, got, step = "Leave sharded_gradients out", "", asked.step
     if step.local_steps is not None:
         got, remedy = "local_steps, with which each node sums separately", "Leave local_steps or sharded_gradients out"
     elif step.sharded_slots is False and asked.nodes > 1:
         got, remedy = "sharded_slots=False", "Leave sharded_slots out: a sum is sent to the node with its slots"
-    elif not ops.sums_pieces:
-        got = f"{type(ops).__name__}, which has its own order"
+    elif not asked.sums_pieces:
+        got = f"{asked.algorithm}, which has its own order"
         remedy = "Leave cross_device_ops, replicas and implementation out, or use HierarchicalAllReduce"
     elif asked.nodes > 1 and _feeds_back(step.wire):
         got = f"wire={step.wire!r}, which needs the error feedback of the previous step"

@@ -27,10 +27,8 @@ from ..arena.arena import Arena
 from ..arena.pieces import Range
 from ..arena.reduction import Consume, Gradients
 from ..base.devices import parse
-from ..base.errors import DeviceError, explain
+from ..base.errors import CollectiveMismatchError, DeviceError, explain
 from ..base.options import StepOptions
-from ..cluster.topology import Topology
-from ..cross_device.ops import CrossDeviceOps
 
 __all__ = [
     "NodeRounds",
@@ -103,23 +101,26 @@ class OptionCheck:
         function: the strategy's name in errors.
         step: the options.
         all_nodes, nodes: the nodes of all ranks, and of those that step together.
+        devices: of this rank.
+        algorithm, sums_pieces: the class of the reductions, and whether it can sum what nodes divide.
         ordered: whether sums are in the order of `replicas`.
     """
 
     function: str
     step: StepOptions
-    topology: Topology
     all_nodes: int
     nodes: int
-    ops: CrossDeviceOps
+    rank: int
+    devices: Sequence[str]
+    algorithm: str
+    sums_pieces: bool
     ordered: bool
 
     def require_cpus(self, option: str, remedy: str = "") -> None:
         """Raise DeviceError if this rank has GPUs."""
-        devices = self.topology.devices
-        if any(parse(device)[0] != "cpu" for device in devices):
-            expected, got, rank = "variables on CPUs", f"devices {', '.join(devices)}", self.topology.rank
-            raise DeviceError(explain(self.function, option, expected=expected, got=got, remedy=remedy, rank=rank))
+        if any(parse(device)[0] != "cpu" for device in self.devices):
+            expected, got = "variables on CPUs", f"devices {', '.join(self.devices)}"
+            raise DeviceError(explain(self.function, option, expected=expected, got=got, remedy=remedy, rank=self.rank))
 
 
 class Starter:
@@ -227,10 +228,12 @@ class NodeRounds:
     Attributes:
         factor: multiplies the sum of gradients.
         alike: whether all nodes have equal weights after each step.
+        slot_names: the slots that it adds to those of each variable in files.
     """
 
     factor: float = 1.0
     alike: bool = True
+    slot_names: tuple[str, ...] = ()
 
     def __init__(self, placement: Any) -> None:
         """Create the rounds of one optimizer, for the variables of a placement."""
@@ -247,6 +250,19 @@ class NodeRounds:
 
     def end_update(self) -> None:
         """Count an update. Collective."""
+
+    def end(self) -> None:
+        """End the round now, if one has started, so that all nodes have equal weights. Collective."""
+
+    def reset(self) -> None:
+        """Reset the slots that it adds."""
+
+    def load(self, variable: Any, arena: Arena, slots: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Take its own slots of a variable, and return the others."""
+        return slots
+
+    def slots_here(self, variable: Any, arena: Arena, *rest: Any) -> dict[str, list[tuple[int, Any]]] | None:
+        """Return this rank's part of a variable's slots if nodes have different ones, else None. Collective."""
 
 
 class Replica:
@@ -271,6 +287,10 @@ class Replica:
         Raises:
             CollectiveMismatchError: on every rank of the replica: they differ.
         """
+
+    def different(self, function: str) -> CollectiveMismatchError | None:
+        """Return the error of shared values that differ; None if they are equal. Collective over the replica."""
+        return None
 
     def total(self, squares: Mapping[str, float]) -> dict[str, float]:
         """Return the sums of squares of whole variables from those of this rank's parts, the same bits on each rank.

@@ -7,8 +7,10 @@ from typing import final
 
 import numpy as np
 
-from ..base.errors import explain
-from ..variables.equal import different_parts, held_by_several
+from ..arena.layout import Grid
+from ..arena.values import checksum
+from ..base.errors import CollectiveMismatchError, by_rank, explain
+from ..comm.arrays import to_host
 from ..variables.placement import Placement
 from ..variables.variable import Variable
 from .interface import Replica
@@ -39,6 +41,11 @@ class ReplicaParts(Replica):
             if error is not None:
                 raise error
 
+    def different(self, function: str) -> CollectiveMismatchError | None:
+        """Return the error of shared values that differ; None if they are equal. Collective over the replica."""
+        with self._group.collective("compare parts", function):
+            return different_parts(function, self._grid, self._variables, ["value"])
+
     def total(self, squares: Mapping[str, float]) -> dict[str, float]:
         """Return the sums over the replica of the squares of parts. Collective over the replica."""
         if self._group.topology.size == 1:
@@ -51,3 +58,50 @@ class ReplicaParts(Replica):
     def refuse(self, number: int) -> None:
         got = f"others in a part of a variable that lies on other ranks, in step {number}"
         raise FloatingPointError(explain(_STEP, "", expected="finite numbers", got=got))
+
+
+def held_by_several(grid: Grid, variables: Sequence[Variable]) -> list[Variable]:
+    """Return the variables with parts that several ranks of a replica hold."""
+    ranks = grid.replica.topology.size
+    return [variable for variable in variables if variable.part is not None and len(variable.part.holders) < ranks]
+
+
+def different_parts(
+    function: str, grid: Grid, variables: Sequence[Variable], kinds: Sequence[str]
+) -> CollectiveMismatchError | None:
+    """Return the error of equal parts that differ over the ranks of a replica; None if they are equal.
+
+    Collective over the replica, inside one.
+
+    Args:
+        function: the public caller to name in the error.
+        grid: the mesh.
+        variables: variables that several ranks hold.
+        kinds: "value" and "gradient", or one of them.
+    """
+    if not variables:
+        return None
+    read = {"gradient": lambda variable: variable.gradient(0), "value": lambda variable: variable.values[0]}
+    sums = [[checksum(np.ascontiguousarray(to_host(read[kind](v))).reshape(-1)) for kind in kinds] for v in variables]
+    table = grid.replica.all_gather_int(np.ravel(sums).tolist()).reshape(-1, len(variables), len(kinds))
+    for number, variable in enumerate(variables):
+        part = variable.part
+        assert part is not None
+        for which, kind in enumerate(kinds):
+            found = table[:, number, which]
+            if (found != found[part.same]).any():
+                variable.placement.told_apart = True
+                got = by_rank({grid.replica_ranks[rank]: f"#{int(value):08x}" for rank, value in enumerate(found)})
+                return _different(function, variable.name, kind, part.layout, got)
+    return None
+
+
+def _different(function: str, name: str, what: str, layout: Sequence[str | None], got: str) -> CollectiveMismatchError:
+    remedy = (
+        "Each rank of a replica must compute the same. If each has a share of it, sum it before the step: "
+        'mesh.all_reduce("SUM", v.grad, mesh_axis="model")'
+        if what == "gradient"
+        else "It was changed on some ranks only: by a gradient, an assignment, a hyperparameter, or a memory error"
+    )
+    expected = f"the same {what} on the ranks of a replica that hold the same part, by its layout {tuple(layout)}"
+    return CollectiveMismatchError(explain(function, name, expected=expected, got=got, remedy=remedy))

@@ -70,6 +70,7 @@ class OuterSteps(NodeRounds):
     """
 
     alike = False
+    slot_names = (OUTER_MOMENTUM,)
 
     def __init__(self, placement: Placement) -> None:
         assert placement.local_steps is not None
@@ -120,6 +121,10 @@ class OuterSteps(NodeRounds):
         """Count an update of this round, and take the outer step if the round is over. Collective."""
         self._updates += 1
         if self._updates >= self._how.every:
+            self.take()
+
+    def end(self) -> None:
+        if self.begun:
             self.take()
 
     # the outer step

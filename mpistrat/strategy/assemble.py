@@ -202,7 +202,8 @@ def assemble(
         step = replace(step, wire=options.wire)
 
     def bind() -> None:
-        check_options(OptionCheck(kind.name, step, topology, group.num_nodes, nodes, ops, replicas is not None))
+        ways = type(ops).__name__, ops.sums_pieces, replicas is not None
+        check_options(OptionCheck(kind.name, step, group.num_nodes, nodes, topology.rank, topology.devices, *ways))
         ops.bind(sync_group or group)
 
     _agree(group, kind, settings, bind)

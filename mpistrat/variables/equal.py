@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..arena.arena import Arena
-from ..arena.layout import Grid
 from ..arena.values import checksum
 from ..base import partition
 from ..base.errors import CollectiveMismatchError, by_rank, explain
@@ -17,7 +16,7 @@ from ..comm.process_group import ProcessGroup
 from .placement import Placement
 from .variable import Variable
 
-__all__ = ["different_copies", "different_nodes", "different_parts", "different_weights", "held_by_several"]
+__all__ = ["different_copies", "different_nodes", "different_weights"]
 
 _NAMED = 5  # variables of each rank in an error
 
@@ -33,18 +32,18 @@ def different_weights(function: str, placement: Placement) -> CollectiveMismatch
     """
     if placement.store is not None:
         return None
-    group, grid = placement.group, placement.grid
+    group = placement.group
     variables = [variable for variable in placement.variables if variable.arena is not None and variable.size]
     error = None
     if group.num_nodes > 1:
         with group.collective("compare weights", function):
             arenas = dict.fromkeys(variable.arena for variable in variables)
             error = different_nodes(function, group, variables, [_share(group, arena) for arena in arenas])
-    if grid is None:
+    replica = placement.steps.parts.replica_of(variables)
+    if replica.whole:
         return error
-    with grid.replica.collective("compare parts", function):
-        error = different_parts(function, grid, held_by_several(grid, variables), ["value"]) or error
-    texts = list(filter(None, grid.world.exchange("compare weights", str(error or ""), function)))
+    error = replica.different(function) or error
+    texts = list(filter(None, placement.creators.exchange("compare weights", str(error or ""), function)))
     placement.told_apart |= bool(texts)  # on other ranks too: all close in the same way
     return CollectiveMismatchError(texts[0]) if texts else None
 
@@ -107,50 +106,3 @@ def _shown(variable: Variable) -> str:
     value = to_host(variable.values[0])
     odd = value.size - int(np.count_nonzero(np.isfinite(value)))
     return f"#{checksum(value.reshape(-1)):08x}" + f" with {odd} that are not finite" * bool(odd)
-
-
-def held_by_several(grid: Grid, variables: Sequence[Variable]) -> list[Variable]:
-    """Return the variables with parts that several ranks of a replica hold."""
-    ranks = grid.replica.topology.size
-    return [variable for variable in variables if variable.part is not None and len(variable.part.holders) < ranks]
-
-
-def different_parts(
-    function: str, grid: Grid, variables: Sequence[Variable], kinds: Sequence[str]
-) -> CollectiveMismatchError | None:
-    """Return the error of equal parts that differ over the ranks of a replica; None if they are equal.
-
-    Collective over the replica, inside one.
-
-    Args:
-        function: the public caller to name in the error.
-        grid: the mesh.
-        variables: variables that several ranks hold.
-        kinds: "value" and "gradient", or one of them.
-    """
-    if not variables:
-        return None
-    read = {"gradient": lambda variable: variable.gradient(0), "value": lambda variable: variable.values[0]}
-    sums = [[checksum(np.ascontiguousarray(to_host(read[kind](v))).reshape(-1)) for kind in kinds] for v in variables]
-    table = grid.replica.all_gather_int(np.ravel(sums).tolist()).reshape(-1, len(variables), len(kinds))
-    for number, variable in enumerate(variables):
-        part = variable.part
-        assert part is not None
-        for which, kind in enumerate(kinds):
-            found = table[:, number, which]
-            if (found != found[part.same]).any():
-                variable.placement.told_apart = True
-                got = by_rank({grid.replica_ranks[rank]: f"#{int(value):08x}" for rank, value in enumerate(found)})
-                return _different(function, variable.name, kind, part.layout, got)
-    return None
-
-
-def _different(function: str, name: str, what: str, layout: Sequence[str | None], got: str) -> CollectiveMismatchError:
-    remedy = (
-        "Each rank of a replica must compute the same. If each has a share of it, sum it before the step: "
-        'mesh.all_reduce("SUM", v.grad, mesh_axis="model")'
-        if what == "gradient"
-        else "It was changed on some ranks only: by a gradient, an assignment, a hyperparameter, or a memory error"
-    )
-    expected = f"the same {what} on the ranks of a replica that hold the same part, by its layout {tuple(layout)}"
-    return CollectiveMismatchError(explain(function, name, expected=expected, got=got, remedy=remedy))
