@@ -523,4 +523,4 @@ def _leave() -> None:
     for wait in _waits:  # others may still need this rank; MPI's end waits for them anyway
         wait()
     _waits.clear()
-    exit_report.end()
+    exit_report.end(abort.exit_status())

@@ -556,7 +556,36 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
             if M.torch_stream is not None and M.torch_stream is not current:
                 M.torch_stream.wait_event(current.record())
             current.run(current.seq)
-        return self.host.__dlpack__()
+        return _capsule(self.host)
+
+
+_UNSIGNED, _BFLOAT = 1, 4  # kinds of numbers in DLPack; NumPy does not know the latter
+
+
+def _with_kind(capsule: Any, kind: int) -> Any:
+    """Return a DLPack capsule whose numbers are of another kind."""
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    # DLTensor: void* data, two int32 of the device, int32 ndim, then the kind in a byte
+    ctypes.c_uint8.from_address(pointer(capsule, b"dltensor") + 20).value = kind
+    return capsule
+
+
+def _capsule(host: np.ndarray) -> Any:
+    if host.dtype.name != "bfloat16":
+        return host.__dlpack__()
+    return _with_kind(host.view(np.uint16).__dlpack__(), _BFLOAT)
+
+
+def _numpy_of(value: Any) -> np.ndarray:
+    """Return NumPy's view of memory of another library on this machine's CPU."""
+    if str(getattr(value, "dtype", "")) != "torch.bfloat16":
+        return np.from_dlpack(value)
+    import ml_dtypes
+
+    capsule = _with_kind(value.__dlpack__(), _UNSIGNED)
+    other = type("Other", (), {"__dlpack__": lambda self, **_: capsule, "__dlpack_device__": lambda self: (1, 0)})()
+    return np.from_dlpack(other).view(ml_dtypes.bfloat16)
 
 
 FAKE_DLPACK = (1, 0)  # what torch and JAX on a CPU take
@@ -699,7 +728,7 @@ def from_dlpack(value: Any) -> Array:
     """Memory of another library, which has been ordered before the current stream."""
     if M.torch_stream is not None and M.torch_stream is not M.current():
         M.current().wait_event(M.torch_stream.record())
-    host = np.from_dlpack(value)
+    host = _numpy_of(value)
     low = host.ctypes.data
     for start, memory in list(M.memories.items()):
         if start <= low < start + memory.nbytes:

@@ -173,7 +173,6 @@ def report_exit() -> None:
     _send("told")
 
 
-def end() -> None:
-    """Report that this rank ends properly."""
-    _send("bye")
-    _forget()
+def end(status: int) -> None:
+    """Report that this rank ends by itself. The connection stays open until the process has ended."""
+    _send(f"bye {status}")

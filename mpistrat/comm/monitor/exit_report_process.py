@@ -48,6 +48,7 @@ class Rank:
         self.line = line
         self.pid, self.uid, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         self.who, self.text, self.ended = f"a rank, process {self.pid}", b"", False
+        self.status = 0  # as it has said at its end
         self.events: int | None = None  # the descriptor of its recorder's memory
 
 
@@ -63,6 +64,15 @@ def status_of(pid: int) -> int | None:
     except (OSError, IndexError, ValueError):
         pass
     return None
+
+
+def ended_by_error(rank: Rank) -> bool:
+    """Return whether a rank that has said that it ends does so with an error, after which launchers end the others."""
+    try:
+        with open(f"/proc/{rank.pid}/stat") as stat:
+            return stat.read().split()[-1] != "0"
+    except (OSError, IndexError):  # the launcher was quicker
+        return rank.status != 0
 
 
 def report(rank: Rank, status: int | None, nodes: int, at: float) -> str:
@@ -174,10 +184,12 @@ class ExitMonitor:
         elif kind == "survives":
             self.survives = True
         elif kind == "bye":
-            rank.ended, self.left = True, time.monotonic()
+            rank.ended, rank.status = True, int(rest or 0)
 
     def closed(self, rank: Rank) -> None:
         """Handle a closed connection."""
+        if rank.ended and ended_by_error(rank):
+            self.left = time.monotonic()
         if rank.ended or self.quiet:
             return
         death = Death(rank)

@@ -142,3 +142,12 @@ def test_without_an_interpreter_or_sockets_there_is_none(mpi_run):
     result = mpi_run(text, 2, timeout=100, env={"MPISTRAT_LOG": "debug"})
     assert result.returncode == 0, result
     assert "a killed rank will not be named" in result.stderr
+
+
+def test_a_rank_killed_after_another_has_finished_is_named(mpi_run):
+    """Of two ranks the first ends with status 0; half a second later, which is soon, the second is killed."""
+    text = f"import mpistrat, os, signal, time\nif mpistrat.MirroredStrategy().rank:\n    time.sleep(0.5)\n    {KILL}"
+    result = mpi_run(text, 2, timeout=60)
+    assert result.returncode not in (0, None), result
+    (line,) = named(result)
+    assert "rank 1 of 2 (worker 1) on " in line, result

@@ -34,7 +34,7 @@ def named(monkeypatch):
         )
         monitor = exit_report_process.ExitMonitor()
         now[0] += 100
-        ranks = [types.SimpleNamespace(number=n, pid=n, ended=False, who=f"rank {n}") for n in range(4)]
+        ranks = [types.SimpleNamespace(number=n, pid=-n - 1, ended=False, who=f"rank {n}", status=0) for n in range(4)]
         for number, what, *later in events:
             now[0] += later[0] if later else 0.001
             if isinstance(what, str):
@@ -63,9 +63,11 @@ def named(monkeypatch):
         ([(0, TERM), (1, TERM), (2, KILL, 0.3)], None),  # and the launcher had no patience with one of them
         ([(0, "told"), (0, EXIT_3), (1, KILL)], None),  # the ranks say why themselves
         ([(2, KILL), (0, "told"), (0, EXIT_3), (1, TERM)], 2),  # what they say is what the death did to them
-        ([(0, "bye"), (0, 0), (1, KILL)], None),  # one ended in order, and the launcher ends the others
-        ([(0, "bye"), (0, 0), (1, KILL, 10.0)], 1),
-        ([(0, "bye"), (1, "bye"), (0, 0), (1, 0)], None),
+        ([(0, "bye 3"), (0, EXIT_3), (1, KILL)], None),  # one ended by an error, and the launcher ends the others
+        ([(0, "bye 3"), (0, EXIT_3), (1, KILL, 10.0)], 1),
+        ([(0, "bye 0"), (0, 0), (1, KILL)], 1),  # no launcher ends the others after status 0
+        ([(0, "bye 0"), (1, KILL), (0, KILL)], 1),  # one waits in MPI's end
+        ([(0, "bye 0"), (1, "bye 0"), (0, 0), (1, 0)], None),
     ],
 )
 def test_who_is_named(named, events, victim):
