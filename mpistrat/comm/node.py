@@ -18,14 +18,14 @@ import numpy as np
 
 from ..base import loops
 from ..base.agree import first_rank, mismatch
-from ..base.errors import CollectiveTimeoutError, PeerExitError
+from ..base.errors import ClosedError, CollectiveTimeoutError, PeerExitError
 from ..base.text import binary_size, named
 from ..base.waiting import Backoff, Deadline
 from . import shared_memory
 from .call import TEXT_BYTES, Call
 from .draws import Draws
 from .monitor.board import BOARD_BYTES
-from .monitor.rank_monitor import ALL, RankMonitor
+from .monitor.rank_monitor import ALL, RankMonitor, no_more_use
 from .recorder import RECORDER
 from .shared_memory import SharedBlock
 from .window import Fence
@@ -41,7 +41,7 @@ _PAGE = 4096
 _SEQUENCE, _TAG, _STATE, _REQUEST = 0, 1, 3, 4
 _TEXT = (64, 64 + TEXT_BYTES + 2)  # bytes; the texts of the tags
 _BOARD = _PAGE - BOARD_BYTES  # byte; the watchdogs' data
-_HERE, _LEFT, _GAVE_UP = 0, 1, 2  # states; added to _LEFT, times _STATES, is the exit status
+_HERE, _LEFT, _GAVE_UP, _REFUSES = 0, 1, 2, 3  # states; added to _LEFT, times _STATES, is the exit status
 _STATES = 4
 _POISON = -1  # the tag of a rank that gave up: no call has it
 
@@ -223,6 +223,10 @@ class Node:
             rank = self.ranks[i * 8 // _PAGE]
             if state == _LEFT:
                 raise self._peer_exit(rank, call, status)
+            if state == _REFUSES:
+                why = no_more_use(f"an error on rank {rank} left transfers pending")
+                self._monitor.refusal = ClosedError(why)
+                raise ClosedError(f"{call.text}: {why}")
             self._refuse_all(f"rank {rank} gave up waiting in an earlier collective")
             raise CollectiveTimeoutError(f"{call.text}: rank {rank} gave up waiting in an earlier collective")
         gone = self._monitor.departed()
@@ -286,6 +290,12 @@ class Node:
         """Publish, at the end of the program, that this rank will not arrive again, and its exit status if known."""
         if self._control is not None:
             self._flags[self._own + _STATE] = _LEFT + _STATES * status
+            self._sync()
+
+    def refuse(self) -> None:
+        """Publish that this rank enters no other collective of the group: the others must not wait for it."""
+        if self._control is not None and self._flags[self._own + _STATE] == _HERE:
+            self._flags[self._own + _STATE] = _REFUSES
             self._sync()
 
     def has_left(self, index: int) -> bool:

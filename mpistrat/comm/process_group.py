@@ -230,7 +230,7 @@ class ProcessGroup:
         return call
 
     def refuse_after(self, error: BaseException, left: str) -> None:
-        """Make the next collectives raise ClosedError after an error. Local.
+        """Make the next collectives raise ClosedError after an error, also those that other ranks of the node make. Local.
 
         Args:
             error: a loss of ranks reports itself again, and does not change the group.
@@ -239,6 +239,7 @@ class ProcessGroup:
         if self.monitor.refusal is None and not is_loss(error):
             why = f"an error {left} pending: {type(error).__name__}: {error}"
             self.monitor.refusal = ClosedError(no_more_use(why))
+            self.node.refuse()
 
     def in_order(self, function: str, call: Callable[[], R]) -> R:
         """Return the result of a call that makes collectives, after those that this rank has started. Collective.
@@ -376,8 +377,11 @@ class ProcessGroup:
         self.closed = True
         _groups.discard(self)
         if self._private is not None and healthy:
-            with self.collective("close"):
-                pass
+            try:
+                with self.collective("close"):
+                    pass
+            except ClosedError:  # another rank refuses
+                healthy = False
         attached, self._attached = self._attached, []
         for attachment in reversed(attached):
             if healthy:

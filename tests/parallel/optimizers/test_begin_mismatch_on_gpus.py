@@ -56,3 +56,25 @@ def test_ranks_announce_other_gradients(mpi_run, fault, memory):
     assert "CollectiveMismatchError" in result.stderr and "announced: v" in result.stderr
     if memory == "1":
         assert all(f"no kernel is left on the GPU of rank {rank}" in text for rank, text in enumerate(result.out))
+
+
+GOES_ON = """
+    except ms.errors.CollectiveMismatchError:
+        start = time.monotonic()
+        try:
+            strategy.run(step, args=(3,))
+        except ms.errors.ClosedError as error:
+            print("closed after", time.monotonic() - start, error, flush=True)
+        time.sleep(6)  # no rank leaves the program
+"""
+
+
+def test_a_rank_does_not_wait_for_one_whose_sums_were_aborted(mpi_run):
+    """Rank 1 has started no sum, so only rank 0's NCCL is aborted, a second after the error. Both refuse the next step, rank 1
+    after its own sum had a second, too."""
+    head, tail = PROGRAM.split("    except ms.errors")[0], PROGRAM.split("        raise\n")[1]
+    result = mpi_run(["-c", head + GOES_ON.lstrip("\n") + tail, "nothing"], 2, timeout=40, env={"FAKE_GPUS": "2"})
+    assert result.returncode == 0, result
+    for text in result.out:
+        words = text.split("closed after ")[1]
+        assert float(words.split()[0]) < 4 and "can no longer be used" in words, result
