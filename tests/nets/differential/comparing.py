@@ -69,6 +69,10 @@ def compare_weights(run: Run, names: list[str], what: str = "weights") -> None:
         if run.coded and dtype == "float32":  # a weight lacks the rounding of its last change
             change = abs(worlds[0] - run.before.get(name, worlds[0]))
             slack = np.maximum(0.004, change / 128)
+            apart = np.max([abs(world - worlds[0]) for world in worlds], axis=0)
+            if name in run.apart:  # a gradient that changes its sign brings the worlds together, not what is found
+                slack = np.maximum(slack, run.apart[name])
+            run.apart[name] = apart
             found = worlds[0] + np.clip(abs(found - worlds[0]) - slack, 0, None) * np.sign(found - worlds[0])
         compare(run, f"{what} of {name} ({dtype})", found, worlds, allowed_part(run, name))
 

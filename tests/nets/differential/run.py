@@ -30,6 +30,7 @@ class Run:
         self.problem = ""
         self.before: dict[str, np.ndarray] = {}  # weights of this rank's node before the last step
         self.coded = False  # whether numbers have lost bits between nodes
+        self.apart: dict[str, np.ndarray] = {}  # how far the worlds' weights were apart after the last step, if so
         self.bits = hashlib.blake2b(digest_size=8)  # of every number that was compared
         self.counts = {name: np.zeros(c["shape"]) for name, c in case.counters.items()}
         self.specs = [copy.deepcopy(spec) for spec in case.optimizers]
