@@ -5,6 +5,7 @@ Each replica writes its own buffers, as BatchNorm's statistics; `eval` makes the
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import warnings
@@ -444,6 +445,7 @@ class DistributedModule(torch.nn.Module):
         mpistrat_strategy: the strategy of its variables.
         mpistrat_links: the link of each parameter to its variable.
         mpistrat_frozen: those of parameters frozen when distributed.
+        mpistrat_twice: the layers in several places, with their names.
         mpistrat_passes: weighs passes by rows, and reads parameters from servers.
         mpistrat_changed: True if layers or parameters were registered since the last step.
         mpistrat_replicas: the modules of all local replicas; this one is the first.
@@ -453,6 +455,7 @@ class DistributedModule(torch.nn.Module):
     mpistrat_strategy: Any
     mpistrat_links: Sequence[TorchLink]
     mpistrat_frozen: Sequence[TorchLink]
+    mpistrat_twice: Sequence[tuple[str, torch.nn.Module]]
     mpistrat_passes: ModulePasses
     mpistrat_changed: bool
     mpistrat_replicas: Sequence[torch.nn.Module]
@@ -588,6 +591,9 @@ def put_into(
         distributed.mpistrat_strategy, distributed.mpistrat_links = strategy, tuple(of_replica)
         distributed.mpistrat_changed = False
         distributed.mpistrat_frozen = tuple(x for x in of_replica if x.tensor is not None and x.gradient is None)
+        places = collections.Counter(layer for _, layer in each.named_modules(remove_duplicate=False))
+        layers = tuple((name, layer) for name, layer in each.named_modules() if places[layer] > 1)
+        object.__setattr__(each, "mpistrat_twice", layers)
         distributed.mpistrat_buffers = buffers if each is module else None
         object.__setattr__(each, "mpistrat_replicas", tuple(replicas) if each is module else (each,))
         for name, layer in each.named_modules():
@@ -632,9 +638,19 @@ def check_parameters(module: Any, replica: int) -> None:
     """Check a module's parameters before a step, and forget the weights of earlier passes.
 
     Raises:
-        RuntimeError: a layer was added or replaced.
+        RuntimeError: a layer was added or replaced, or holds a tensor in place of a parameter.
     """
     own = module.mpistrat_replicas[replica] if replica else module
+    for path, layer in own.mpistrat_twice:
+        for name, value in layer._parameters.items():
+            if value is not None and not isinstance(value, torch.nn.Parameter):
+                expected, got = (
+                    "the parameter that was distributed",
+                    "a tensor: torch.func.functional_call leaves its argument",
+                )
+                remedy = "Pass copy.deepcopy(module) to functional_call: it restores no layer that a module has twice"
+                rank = f" (rank {module.mpistrat_strategy.rank})"
+                raise RuntimeError(explain("step", f"{path}.{name}", expected=expected, got=got + rank, remedy=remedy))
     if own.mpistrat_changed:
         for name, parameter in own.named_parameters():
             if link_of(parameter) is None and parameter.requires_grad:

@@ -1,5 +1,7 @@
 """What wrong use of PyTorch modules under strategies gets: an error on every rank, with the name and the remedy."""
 
+import copy
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-frameworks")
@@ -114,6 +116,31 @@ def test_memory_that_torch_has_moved_is_named():
         loss_of(module, *rows()).backward()
         with pytest.raises(RuntimeError, match=r"0\.weight: expected the memory of its variable"):
             optimizer.step()
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("way", ["remains", "copied", "own"])
+def test_a_tensor_that_functional_call_leaves_in_a_layer_is_named(way):
+    layer, rng = torch.nn.Linear(4, 4), torch.Generator().manual_seed(0)
+    plain = torch.nn.Sequential(layer, torch.nn.Tanh(), layer)
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            module, optimizer = ms.torch.distribute(plain, torch.optim.SGD(plain.parameters(), 0.1))
+        parameters = dict(module.named_parameters())
+        if way != "own":  # torch restores the layer twice, the second time with what it put there
+            parameters = {name: value.detach() for name, value in parameters.items()}
+        called = copy.deepcopy(module) if way == "copied" else module
+        x = torch.randn(6, 4, generator=rng)
+        torch.func.functional_call(called, parameters, (x,))
+        assert (type(module[0].weight) is torch.Tensor) == (way == "remains")
+        if way == "remains":
+            with pytest.raises(RuntimeError, match=r"0\.weight: expected the parameter .*deepcopy"):
+                optimizer.step()
+        else:
+            module(x).sum().backward()
+            before = module[0].weight.detach().clone()
+            optimizer.step()
+            assert not torch.equal(module[0].weight, before)
 
 
 @pytest.mark.ranks(1, 2)
