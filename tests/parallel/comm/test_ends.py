@@ -425,7 +425,7 @@ except CollectiveMismatchError:
 HOW_ON = {
     "and call on": ("all_reduce(); time.sleep(40)", "an error ended #4 on rank 0, which continued"),
     "and work": ("time.sleep(40)", "an error ended #4 on rank 0, which continued"),
-    "and call a last time": ("all_reduce()", "left the program"),
+    "and call a last time": ("all_reduce()", "an error ended #4 on rank 0, which continued"),
     "and end": ("", "left the program"),
 }
 
