@@ -31,8 +31,8 @@ from ..base.errors import LayoutError, RanksLostError, explain
 from .start import running
 
 __all__ = [
-    "UNSAFE", "agree", "communicator_of", "highest", "is_loss", "loses_ranks", "ranks_of_colors", "revoke", "shrink", "survives",
-    "track", "unsafe_collectives", "untrack", "use", "world",
+    "UNSAFE", "agree", "communicator_of", "failed_ranks", "highest", "is_loss", "leave_out_lost", "loses_ranks",
+    "ranks_of_colors", "reports_death", "revoke", "shrink", "spans_world", "survives", "track", "unsafe_collectives", "untrack", "use", "world",
 ]  # fmt: skip
 
 UNSAFE = ("han", "hcoll", "portals4")  # Open MPI's collective components that miss failures, or crash on them
@@ -41,6 +41,7 @@ _TAGS = 1 << 14  # of MPI_Comm_create_group; every MPI has at least 32767
 _METHODS = ("Dup", "Clone", "Split", "Split_type", "Create", "Create_group")
 _world: Any = None
 _made: list[Any] = []  # communicators
+_old: list[Any] = []  # those of larger worlds, which `leave_out_lost` keeps in use; they are never freed
 _survives = False
 _lost = False  # True after an error that ranks of this world were lost
 
@@ -118,6 +119,11 @@ def ranks_of_colors(text: str, size: int) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def spans_world(comm: Any) -> bool:
+    """Return True if a communicator has all ranks of a world that survives losses."""
+    return _survives and comm.size == _world.size
+
+
 def survives() -> bool:
     """Return True if the program continues when ranks are lost."""
     return _survives
@@ -167,6 +173,28 @@ def met_loss() -> bool:
     return _lost
 
 
+def reports_death(error: BaseException) -> bool:
+    """Return True if an error of MPI is of a class that reports a dead rank."""
+    from mpi4py import MPI
+
+    return isinstance(error, MPI.Exception) and error.Get_error_class() in _kinds()[:2]
+
+
+def failed_ranks(comm: Any, among: Any) -> set[int]:
+    """Return the dead ranks of a communicator, by their numbers in another one; ranks that it lacks are left out. Local.
+
+    From now on receives from any rank of `comm` continue with the living ones.
+    """
+    from mpi4py import MPI
+
+    comm.Ack_failed()
+    dead, own = comm.Get_failed(), among.Get_group()
+    numbers = MPI.Group.Translate_ranks(dead, range(dead.size), own)
+    dead.Free()
+    own.Free()
+    return {number for number in numbers if number != MPI.UNDEFINED}
+
+
 def _kinds() -> tuple[int, ...]:
     from mpi4py import MPI
 
@@ -177,6 +205,7 @@ def track(comm: Any) -> Any:
     """Set and return the world's communicator; communicators derived from it are recorded from now on."""
     global _world, _lost, _survives
     _made.clear()
+    _old.clear()
     _world, _lost, _survives = _tracked_class()(comm), False, True
     _world.Set_errhandler(_errors_return())
     return _world
@@ -224,7 +253,7 @@ def _errors_return() -> Any:
 
 def revoke() -> None:
     """Make every call of any rank on the world's communicators raise. Local; repeated calls do nothing."""
-    for comm in [*filter(None, _made), _world]:
+    for comm in [*_old, *filter(None, _made), _world]:
         with contextlib.suppress(Exception):
             comm.Revoke()
 
@@ -249,6 +278,14 @@ def highest(value: int) -> int:
     out = np.empty(1, np.int64)
     _world.Allreduce(np.array([value], np.int64), out, MPI.MAX)
     return int(out[0])
+
+
+def leave_out_lost() -> Any:
+    """Return the living ranks as the new world, while communicators of the old one stay in use. Collective."""
+    old = [*_old, *filter(None, _made), _world]
+    comm, _ = shrink()
+    _old[:] = old
+    return comm
 
 
 def shrink() -> tuple[Any, tuple[int, ...]]:

@@ -18,9 +18,10 @@ import numpy as np
 from ..base import agree, log
 from ..base.environment import Environment
 from ..base.errors import ClosedError, CollectiveMismatchError, MpistratError, RanksLostError, by_rank, explain
+from ..base.text import named
 from ..cluster.forks import is_child
 from ..cluster.topology import Topology, room_for_communicators
-from ..cluster.world import is_loss, survives
+from ..cluster.world import failed_ranks, is_loss, reports_death, survives
 from .call import describe, payload_bytes
 from .contract import Collective, Comparison
 from .dropped import DROPPED
@@ -74,6 +75,9 @@ class ProcessGroup:
         monitor: the activity of this rank.
         gathered: the most bytes of a rank in each of the last four gathers of arrays with lengths; equal on all ranks.
         parted: the most bytes of a part in each of the last four all-to-alls with lengths; equal on all ranks.
+        expendable: ranks without which the program continues if they die: workers of a coordinator. Until `reopen` the group
+            makes no collectives then.
+        lost: those of them that have died, as far as this rank knows.
         contacts: ranks that wait for this one outside collectives, and receive a message when it leaves the program.
         label: the name of its ranks, shown with the names of its calls; "" for all of them.
         lane: makes a call, given the name of its function, after the collectives that this rank has started; None if the calling
@@ -82,6 +86,12 @@ class ProcessGroup:
 
     def __init__(self, topology: Topology, environment: Environment, private: Any = None) -> None:
         """Derive the layout and set up shared memory. Called by `create` and `single`."""
+        self.contacts: set[int] = set()
+        self.expendable: set[int] = set()
+        self._attached: list[Attachment] = []
+        self._open(topology, environment, private)
+
+    def _open(self, topology: Topology, environment: Environment, private: Any) -> None:
         self.topology, self.environment, self.closed = topology, environment, False
         self.label = ""
         self.lane: Callable[[str, Callable[[], Any]], Any] | None = None
@@ -92,8 +102,7 @@ class ProcessGroup:
         self._comparison: Comparison | None = None  # with other nodes
         self._calls: dict[Hashable, Collective] = {}
         self.gathered = self.parted = (0, 0, 0, 0)
-        self.contacts: set[int] = set()
-        self._attached: list[Attachment] = []
+        self.lost: set[int] = set()
         ranks: Sequence[int] = (topology.rank,)
         if environment.shared_memory and private is not None:
             ranks = topology.ranks_of_node(topology.node_index)
@@ -141,11 +150,47 @@ class ProcessGroup:
         except Exception:  # raised on every rank
             private.Free()
             raise
-        nodes = Nodes(group.num_nodes, functools.partial(_ranks_of, topology, group.num_nodes), group.node_index)
-        Watchdog.add(group.monitor, private, group.node, nodes)
-        exit_report.begin(topology)
+        group._watch()
         _at_exit(group)
         return group
+
+    def _watch(self) -> None:
+        """Start to monitor the ranks. Collective."""
+        nodes = Nodes(self.num_nodes, functools.partial(_ranks_of, self.topology, self.num_nodes), self.node_index)
+        Watchdog.add(self.monitor, self._private, self.node, nodes, self.bear)
+        exit_report.begin(self.topology)
+
+    def reopen(self, comm: Any) -> dict[int, int]:
+        """Continue with the ranks of another communicator, all living ones; return their new numbers by their old ones.
+
+        Collective over these, of which none is in a collective. Attached objects stay, and keep their own communicators. Memory
+        that this group shared is freed with its last user.
+        """
+        from mpi4py import MPI
+
+        topology, old = self.topology, self.topology.comm.Get_group()
+        fresh = Topology.create(comm, topology.devices, "ClusterCoordinator")
+        new = fresh.comm.Get_group()
+        numbers = dict(enumerate(MPI.Group.Translate_ranks(old, range(old.size), new)))
+        numbers = {rank: number for rank, number in numbers.items() if number != MPI.UNDEFINED}
+        old.Free()
+        new.Free()
+        Watchdog.remove(self.monitor)
+        vars(topology).update(vars(fresh))
+        abort.renumber()
+        abort.install(topology.rank, topology.size)
+        log.set_rank(topology.rank)
+        exit_report.start(topology)
+        private = topology.comm.Dup()
+        key = DROPPED.number(private)
+        self.contacts, self.expendable = (
+            {numbers[rank] for rank in ranks if rank in numbers} for ranks in (self.contacts, self.expendable)
+        )
+        vars(self).pop("comm", None)
+        self._open(topology, self.environment, private)
+        self._key = key
+        self._watch()
+        return numbers
 
     @classmethod
     def single(cls) -> ProcessGroup:
@@ -431,6 +476,8 @@ class ProcessGroup:
 
     def has_left(self, rank: int) -> bool:
         """Return True if a rank has left the program, as far as this one knows."""
+        if rank in self.lost:
+            return True
         if rank in self.node.ranks:
             return self.node.has_left(self.node.ranks.index(rank))
         return rank in self.monitor.left
@@ -440,7 +487,32 @@ class ProcessGroup:
         if survives():
             if isinstance(self.monitor.refusal, RanksLostError):
                 raise self.monitor.refusal
-            self.topology.comm.Iprobe()
+            self._refuse_other_losses()
+            try:
+                self.topology.comm.Iprobe()
+            except Exception as error:
+                self.bear(error, self.topology.comm)
+
+    def bear(self, error: BaseException, comm: Any) -> None:
+        """Record which ranks an error of MPI reports as dead; raise it unless all of them are expendable. Local.
+
+        Args:
+            error: of a call that involves one rank, or any rank.
+            comm: the communicator of the call.
+        """
+        if not (self.expendable and survives() and isinstance(error, _mpi_error())):
+            raise error
+        dead = failed_ranks(comm, self.topology.comm)
+        new = not dead <= self.lost
+        self.lost |= dead
+        self._refuse_other_losses(error)
+        if not new and not reports_death(error):
+            raise error
+
+    def _refuse_other_losses(self, error: BaseException | None = None) -> None:
+        others = self.lost - self.expendable
+        if others:
+            raise RanksLostError(f"{named('rank', sorted(others))} died") from error
 
     def leave(self) -> None:
         """Report to the others, at the end of the program, that this rank takes part in no more calls."""
@@ -464,6 +536,12 @@ def _ranks_of(topology: Topology, num_nodes: int, node_index: int) -> Sequence[i
 
 def _different_settings(texts: Mapping[int, str]) -> CollectiveMismatchError:
     return CollectiveMismatchError(f"the ranks have different settings: {by_rank(texts)}")
+
+
+def _mpi_error() -> type[Exception]:
+    from mpi4py import MPI
+
+    return MPI.Exception
 
 
 def _mpi_ended() -> bool:

@@ -170,22 +170,34 @@ class SharedWindow(Window):
 
     Collective over `world`: every node creates a window, with a segment of `nbytes[i]` bytes for rank i of the node.
 
+    Args:
+        places: the number of each rank's segment; default its rank. Others are empty.
+
     Raises:
         SharedMemoryError: on every rank, if the shared memory of any node is too small.
     """
 
-    def __init__(self, comm: MPI.Intracomm, world: MPI.Intracomm, nbytes: Sequence[int], what: str) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        world: MPI.Intracomm,
+        nbytes: Sequence[int],
+        what: str,
+        places: Sequence[int] | None = None,
+    ) -> None:
         shared_memory.check_space(world, comm.rank == 0, sum(nbytes) + _MARGIN * comm.size, what)
         with together(partial(gather_text, world), as_told):
             window = _allocate_shared(comm, world, nbytes[comm.rank], what)
-        self.segments = []
+        places = range(comm.size) if places is None else places
+        self.segments = [np.empty(0, np.uint8) for _ in range(max(places) + 1)]
         for rank, size in enumerate(nbytes):
-            memory: Any = window.Shared_query(rank)[0]
-            self.segments.append(np.frombuffer(memory, np.uint8, size) if size else np.empty(0, np.uint8))
+            if size:
+                memory: Any = window.Shared_query(rank)[0]
+                self.segments[places[rank]] = np.frombuffer(memory, np.uint8, size)
         if comm.size == 1:
-            self.segments[0][:] = 0  # then it is memory of MPI with any content, not new pages
+            self.segments[places[0]][:] = 0  # then it is memory of MPI with any content, not new pages
         self._words = [words_of(segment) for segment in self.segments]
-        super().__init__(window, list(self.segments), comm.rank, comm)
+        super().__init__(window, list(self.segments), places[comm.rank], comm)
 
     def get(self, rank: int, offset: int, out: np.ndarray) -> None:
         np.copyto(out, self.segments[rank][offset : offset + out.nbytes])

@@ -150,7 +150,7 @@ class _Survival:
         """Create a world of the living ranks. Collective over them."""
         if not self._noticed:
             self._noticed = time.monotonic()
-        size = self._comm.size
+        size = world.world(running_mpi("survive")).size  # a coordinator may have left out lost workers
         self._comm, self._lost = world.shrink()
         if self._comm.size == size:
             why = f"an error that was no loss of ranks:\n{problem}" if problem else "an error of another rank"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 from ..base import log
@@ -90,6 +91,8 @@ class ParameterServers:
         self._comm: Any = group.topology.comm.Dup()
         used = self.choice.used()
         self._windows = "shared_window" in used, "one_sided" in used
+        self._on_node = group.topology.ranks_of_node(group.topology.node_index)
+        self._places: Sequence[int] | None = None  # of this node's ranks among those at first, once some have died
         layout = MailboxLayout(len(self.workers), SLOTS if any(self._windows) else 0, CHUNK_BYTES)
         self._posting = MailboxLayout(len(self.workers), SLOTS, CHUNK_BYTES)
         sizes = [layout.nbytes] * len(self.servers)
@@ -122,14 +125,16 @@ class ParameterServers:
     def _open_ports(self, index: int, back_off: float) -> None:
         by_messages = list(self.choice.workers_by("messages", index))
         by_windows = sorted(set(range(len(self.workers))).difference(by_messages))
+        comm, bear = self._comm, self.group.bear
         server = self.server = VariableServer(
-            self.group, index, self.workers, self._memory, by_windows, self._comm.Iprobe, back_off, self._threads,
+            self.group, index, self.workers, self._memory, by_windows, comm.Iprobe, back_off, self._threads,
+            lambda error: bear(error, comm),
         )  # fmt: skip
         if by_windows:
             server.add_port(WindowPort(server, by_windows, self._memory), by_windows)
         if by_messages:
             ranks = {self.workers[w]: w for w in by_messages}
-            port = MessagePort(server, ranks, self._memory, self._comm, server.deliver)
+            port = MessagePort(server, ranks, self._memory, comm, server.deliver, bear)
             server.add_port(port, by_messages)
 
     def add_variables(self, specs: Sequence[VariableSpec]) -> list[int]:
@@ -194,7 +199,36 @@ class ParameterServers:
         self._memory.slabs.append(self._allocate(self._room, "the servers' variables"))
 
     def _allocate(self, nbytes: Sequence[int], what: str) -> ServerMemory:
-        return ServerMemory(self.group, self._comm, self.servers, nbytes, *self._windows, what)
+        return ServerMemory(self.group, self._comm, self.servers, nbytes, *self._windows, what, self._places)
+
+    @property
+    def outlive_workers(self) -> bool:
+        """True if servers and other workers continue when a worker dies: not with MPI's one-sided calls."""
+        return not self._windows[1]
+
+    def renumber(self, numbers: Mapping[int, int]) -> None:
+        """Continue after the death of workers with the group's new numbers of the others, by the old ones. Collective.
+
+        Existing variables and connections stay as they are. A dead worker keeps its index, with rank -1.
+        """
+        self.workers, self._on_node = (
+            tuple(numbers.get(rank, -1) for rank in ranks) for ranks in (self.workers, self._on_node)
+        )
+        self.servers = tuple(numbers[rank] for rank in self.servers)
+        topology = self.group.topology
+        self._places = [self._on_node.index(rank) for rank in topology.ranks_of_node(topology.node_index)]
+        register_role(self.group, self.workers, self.servers)
+        self._comm = topology.comm.Dup()
+        for memory in self._memories():
+            memory.keep()
+        for transport in self.transports:
+            transport.pair = replace(transport.pair, server_rank=self.servers[transport.pair.server])
+        if self.server is not None:
+            self.server.renumber(self.workers)
+
+    def _memories(self) -> list[ServerMemory]:
+        stagings = [staging.memory for staging in self._memory.stagings]
+        return [*self._memory.slabs, *stagings, self._memory.mailbox]
 
     def _grow_staging(self, specs: Sequence[VariableSpec]) -> None:
         """Allocate staging for large pushes, if there is enough memory; without it they are sent in fragments. Collective."""
@@ -241,11 +275,7 @@ class ParameterServers:
                 self.server.wait(None)
                 self.server.close()
                 self.server = None
-            for memory in (
-                *self._memory.slabs,
-                *[staging.memory for staging in self._memory.stagings],
-                self._memory.mailbox,
-            ):
+            for memory in self._memories():
                 memory.close()
         self._memory.slabs.clear()
         self._memory.stagings.clear()

@@ -315,6 +315,7 @@ class ServerMemory:
         shared: whether any worker loads and stores.
         remote: whether any worker uses one-sided calls.
         what: its description in errors.
+        places: see `SharedWindow`.
 
     Raises:
         SharedMemoryError: on every rank: there is no room on some node.
@@ -335,8 +336,9 @@ class ServerMemory:
         shared: bool,
         remote: bool,
         what: str,
+        places: Sequence[int] | None = None,
     ) -> None:
-        self._group, self._what = group, what
+        self._group, self._what, self._kept = group, what, False
         topology = group.topology
         sizes = dict(zip(servers, nbytes, strict=True))
         mine = sizes.get(topology.rank, 0)
@@ -344,7 +346,7 @@ class ServerMemory:
         self.remote: RemoteWindow | None = None
         if shared:
             on_node = topology.ranks_of_node(topology.node_index)
-            self.shared = SharedWindow(topology.intra, topology.comm, [sizes.get(r, 0) for r in on_node], what)
+            self.shared = SharedWindow(topology.intra, topology.comm, [sizes.get(r, 0) for r in on_node], what, places)
         if remote and self.shared is not None:
             self.remote = RemoteWindow.over(comm, self.shared.own, what)
         elif remote:
@@ -376,12 +378,16 @@ class ServerMemory:
         window = self.shared or self.remote
         return window is None or window.populate(low, high)
 
+    def keep(self) -> None:
+        """Leave the memory to the end of the process: a rank that died cannot take part in freeing it. Local."""
+        self._kept = True
+
     def close(self) -> None:
         """Free the memory; if a view of it is left, it is freed at the end of the process. Collective."""
         self.words.release()
         self.own = np.empty(0, np.uint8)
         for window in (self.remote, self.shared):
-            if window is not None:
+            if window is not None and not self._kept:
                 window.close()
         self.remote = self.shared = None
         self.sync = lambda: None

@@ -215,7 +215,7 @@ def combine(
 
     Args:
         specs: of the variables, by number.
-        workers, servers: ranks.
+        workers, servers: ranks; -1 for a worker that died.
         by_rank: the results of `of_worker` or `of_server` there.
     """
     staleness = {
@@ -226,6 +226,8 @@ def combine(
     }
     exchanges = []
     for worker, rank in enumerate(workers):
+        if rank < 0:  # it died
+            continue
         pulls = {variable: entry for of in by_rank[rank]["pulls"] for variable, entry in of}
         pushes = {variable: entry for of in by_rank[rank]["pushes"] for variable, entry in of}
         for variable in sorted({*pulls, *pushes}):

@@ -97,6 +97,10 @@ class ServerStore(Store):
             server.start(updates, retry=updates.retry)
         return ServerAccess(server, connections)
 
+    def renumber(self) -> None:
+        """Use the new numbers of the ranks: see `ParameterServers.renumber`."""
+        self.first_worker = self._connections.workers[0]
+
     # variables and steps
 
     def make(self, placement: Placement, what: Description) -> tuple[Variable, list[Target]]:

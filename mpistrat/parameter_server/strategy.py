@@ -352,6 +352,22 @@ class ParameterServerStrategy(Strategy):
         roles = f"workers {', '.join(map(str, self.workers))}; servers {', '.join(map(str, self.servers))}"
         return [("roles by rank", roles), *(("transport", t) for t in self._parameter_servers.describe().splitlines())]
 
+    # the death of workers
+
+    @property
+    def outlives_workers(self) -> bool:
+        """True if its variables can be used after the death of a worker. For coordinators."""
+        return self._parameter_servers.outlive_workers
+
+    def renumber(self, numbers: Mapping[int, int]) -> None:
+        """Continue after the death of workers with the group's new numbers of the others. Collective; for coordinators."""
+        self._parameter_servers.renumber(numbers)
+        self._store.renumber()
+        self.workers = tuple(rank for rank in self._parameter_servers.workers if rank >= 0)
+        self.servers = self._parameter_servers.servers
+        self.worker_index = None if self.is_server else self.workers.index(self.rank)
+        self._extended.renumber(len(self.workers))
+
     # statistics
 
     def traffic(self) -> tuple[int, int]:

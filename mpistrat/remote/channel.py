@@ -14,6 +14,7 @@ Between the chief and the serving ranks, over MPI:
 | RESULT | worker | of the call | its duration in microseconds | the function's return value |
 | FAILED | worker | of the call | microseconds | (exception or None, text) |
 | RETURNED | worker | of the call | 0 | none: not started, because the previous call takes long |
+| REFORM | chief | 0 | 0 | none: create a new communicator with the living ranks, because a worker has died |
 | END | chief | 0 | 1 if the chief leaves the program | none |
 | BYE | worker loop | 0 | 0 | none: it has received END, and sends no more messages |
 | PROGRAM | chief | 0 | 0 | a client's program (`program.py`), which every rank runs |
@@ -52,7 +53,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, Protocol, final
 
 import numpy as np
@@ -97,6 +98,7 @@ class Kind(enum.IntEnum):
     ALIVE = 21
     OVER = 22
     FUNCTION = 23
+    REFORM = 24
 
 
 class Message(NamedTuple):
@@ -204,10 +206,11 @@ class MpiChannel:
 
     Args:
         comm: a communicator without other messages.
+        bear: see `Mailbox`.
     """
 
-    def __init__(self, comm: Any) -> None:
-        self._mailbox = Mailbox(comm)
+    def __init__(self, comm: Any, bear: Callable[[BaseException, Any], None] | None = None) -> None:
+        self._mailbox = Mailbox(comm, bear)
         self._incoming: dict[int, _Incoming] = {}
 
     def send(self, peer: int, kind: int, number: int = 0, payload: bytes = b"", extra: int = 0) -> None:

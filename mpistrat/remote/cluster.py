@@ -20,11 +20,12 @@ from ..base.errors import ClusterError, ContextError, LayoutError, explain
 from ..base.lazy import load_cloudpickle
 from ..base.text import named
 from ..cluster.rendezvous import add_check, remove_check, wait_for_ranks
+from ..cluster.world import leave_out_lost, spans_world
 from ..optimizers import Optimizer
 from ..optimizers import core as optimizers
 from ..strategy.assemble import PARAMETER_SERVER
 from ..strategy.extended import Coordination
-from .channel import MpiChannel
+from .channel import Kind, MpiChannel
 from .dispatcher import Dispatcher
 from .program import ProgramWorld
 from .registry import ObjectRegistry, dumps, loads
@@ -79,7 +80,7 @@ class Cluster(Coordination):
         with group.collective("ClusterCoordinator"):
             self._comm: Any = group.topology.comm.Dup()
         self.world = ProgramWorld(self._comm)
-        channel, rank = MpiChannel(self._comm), group.topology.rank
+        channel, rank = MpiChannel(self._comm, group.bear), group.topology.rank
         if rank == self.chief:
             others = [*self.workers, *roles[1]]
             self.dispatcher = Dispatcher(group, channel, self.workers, self._unpack)
@@ -92,7 +93,10 @@ class Cluster(Coordination):
             self.loop = WorkerLoop(
                 group, channel, self.chief, index, self.registry, self._alone, execute, self._flush, self.world
             )
+            self.loop.reform = self._reform
             group.contacts.add(self.chief)
+        if led.outlives_workers and spans_world(group.topology.comm):
+            group.expendable.update(self.workers)
         self._group, self._servers = group, roles[1]
         group.attach(self)
         add_check(self._check_rendezvous)
@@ -134,6 +138,7 @@ class Cluster(Coordination):
         """Release the ranks with their own programs. For the chief."""
         if self.dispatcher is not None:
             self.dispatcher.cancel("the coordinator was closed")
+            self.leave_out_lost()
             self.dispatcher.end(rank for rank in self._others if rank not in self._joined)
             if not self._joined:
                 self.dispatcher.stop()
@@ -159,12 +164,45 @@ class Cluster(Coordination):
             if self.registry.coordinator is not None:
                 self.registry.coordinator.close()
             if self._joined:
+                self.leave_out_lost()
                 self.dispatcher.end(self._joined)
                 self.dispatcher.stop()
         elif self.dispatcher.listeners:
             if name == "restore" and self._joined:  # they restore optimizers' state like this rank
                 self._announce_optimizers(optimizers.known())
+            self.leave_out_lost()
             self.dispatcher.command(dumps(command_of(name, args, kwargs), self.registry.reduce_command))
+
+    def leave_out_lost(self) -> None:
+        """Make all living ranks continue without workers that died, before their next collective call. For the chief."""
+        dispatcher = self.dispatcher
+        if dispatcher is None or not self._group.lost:
+            return
+        with dispatcher.held_back():
+            dispatcher.wait_for_servers()
+            dispatcher.send(dispatcher.listeners, Kind.REFORM)
+            dispatcher.drive(lambda: not dispatcher.sending())
+            self._reform()
+
+    def _reform(self) -> None:
+        """Continue with the living ranks: new communicators, new numbers. Collective over them; no function runs."""
+        numbers = self._group.reopen(leave_out_lost())
+        led: Any = self._strategy
+        led.renumber(numbers)
+        self.chief = numbers[self.chief]
+        self._servers, self._joined = (
+            tuple(numbers[rank] for rank in ranks if rank in numbers) for ranks in (self._servers, self._joined)
+        )
+        self.workers = [numbers[rank] for rank in self.workers if rank in numbers]
+        with self._group.collective("ClusterCoordinator"):
+            self._comm = self._group.topology.comm.Dup()
+        self.world = ProgramWorld(self._comm)
+        channel = MpiChannel(self._comm, self._group.bear)
+        if self.dispatcher is not None:
+            self._others = [*self.workers, *self._servers]
+            self.dispatcher.renumber(channel, numbers)
+        elif self.loop is not None:
+            self.loop.renumber(channel, self.chief, self.world)
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
         """Apply the chief's earlier writes, and announce a function's optimizers."""
@@ -218,6 +256,7 @@ class Cluster(Coordination):
     def free(self) -> None:
         """Free the communicator. Collective; no message is pending."""
         comm, self._comm = self._comm, None
+        self._group.expendable.clear()
         remove_check(self._check_rendezvous)
         if comm is not None:
             self._strategy.extended.coordinate(Coordination())
@@ -237,6 +276,7 @@ class Cluster(Coordination):
 
     def abandon(self) -> None:
         """See `comm.process_group.Attachment`."""
+        self._group.expendable.clear()
         if self.dispatcher is not None:
             self.dispatcher.abandon()
         remove_check(self._check_rendezvous)

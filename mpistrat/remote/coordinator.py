@@ -191,8 +191,9 @@ class ClusterCoordinator(FunctionScheduler):
 
     @property
     def num_workers(self) -> int:
-        """The number of workers that run functions: all but the chief."""
-        return len(self._cluster.workers)
+        """The number of workers that run functions: all but the chief, and on the chief without those that are lost."""
+        dispatcher = self._cluster.dispatcher
+        return len(self._cluster.workers) if dispatcher is None else len(dispatcher.alive())
 
     # calls of the chief
 
@@ -247,7 +248,9 @@ class ClusterCoordinator(FunctionScheduler):
         Raises:
             ContextError: MPI was started without THREAD_MULTIPLE.
         """
-        return ProgramLeader(self._dispatcher("run"), self._cluster.world, self._cluster.chief, program)
+        dispatcher = self._dispatcher("run")
+        self._cluster.leave_out_lost()
+        return ProgramLeader(dispatcher, self._cluster.world, self._cluster.chief, program)
 
     def require_workers(self) -> None:
         """Raise PeerExitError if all workers have left the program. For the chief."""
@@ -343,8 +346,10 @@ class ClusterCoordinator(FunctionScheduler):
         return dispatcher
 
     def _check_worker(self, worker: int | None) -> None:
-        if worker is not None and not (type(worker) is int and 0 <= worker < self.num_workers):
-            expected = f"None or 0 <= worker < {self.num_workers}"
+        dispatcher = self._cluster.dispatcher
+        count = 0 if dispatcher is None else dispatcher.num_workers
+        if worker is not None and dispatcher is not None and not (type(worker) is int and 0 <= worker < count):
+            expected = f"None or 0 <= worker < {count}"
             raise ValueError(explain("ClusterCoordinator.schedule", "worker", expected=expected, got=repr(worker)))
 
     def _submit(

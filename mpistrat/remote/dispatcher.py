@@ -8,7 +8,7 @@ import heapq
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, final
@@ -308,6 +308,26 @@ class Dispatcher:
         """Release the others at the end of the program, without waiting for them."""
         self.stop()
         self.send(self.listeners, Kind.END, extra=1)
+
+    def renumber(self, channel: MpiChannel, numbers: Mapping[int, int]) -> None:
+        """Continue over a new channel, with new numbers of the ranks by the old ones. Nothing runs, and all ranks serve."""
+        with self.lock:
+            self._channel = channel
+            for worker in self._alive.values():
+                worker.rank = numbers[worker.rank]
+            self._alive = {worker.rank: worker for worker in self._alive.values()}
+            self.listeners, self._serving = (
+                {numbers[rank] for rank in ranks if rank in numbers} for ranks in (self.listeners, self._serving)
+            )
+
+    def wait_for_servers(self) -> None:
+        """Wait until all listeners serve."""
+        self.drive(lambda: self.listeners <= self._serving)
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers at first: their indices are below."""
+        return len(self._workers)
 
     def abandon(self) -> None:
         """Ask the thread to end."""

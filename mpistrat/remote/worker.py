@@ -68,6 +68,9 @@ class WorkerLoop:
         execute: executes a command, a collective call of all ranks.
         flush: waits until this rank's writes to variables are applied.
         world: of clients' programs.
+
+    Attributes:
+        reform: continues without workers that died, with the other ranks.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class WorkerLoop:
         self._loaded: dict[int, Any] = {}  # those that were called
         self._inbox: list[Message] = []
         self._lock = threading.Lock()  # of the channel and the inbox
+        self.reform: Callable[[], None] = _no_loss
         self._begun = 0  # number of started functions
         self._busy = False  # a function runs
 
@@ -185,7 +189,9 @@ class WorkerLoop:
         raise PeerExitError(f"the chief (rank {self._chief}) left the program and closed no coordinator")
 
     def _handle(self, message: Message) -> None:
-        if message.kind == Kind.COMMAND:
+        if message.kind == Kind.REFORM:
+            self.reform()
+        elif message.kind == Kind.COMMAND:
             self._execute(*loads(message.payload, self._registry.resolve))
         elif message.kind == Kind.FUNCTION:
             self._functions[message.number] = message.payload
@@ -205,6 +211,11 @@ class WorkerLoop:
                 self._busy = False
                 self._channel.send(self._chief, kind, message.number, data, microseconds)
             self._finish_sending()
+
+    def renumber(self, channel: MpiChannel, chief: int, world: ProgramWorld) -> None:
+        """Continue over a new channel, with new numbers of the ranks."""
+        with self._lock:
+            self._channel, self._chief, self._world = channel, chief, world
 
     def _run_program(self, payload: bytes) -> None:
         """Run a client's program with the other ranks; return once it has ended on all of them."""
@@ -293,6 +304,10 @@ class WorkerLoop:
         finally:
             _running = None
         return kind, int((monotonic() - start) * 1e6), answer
+
+
+def _no_loss() -> None:
+    """Do nothing: no worker has died."""
 
 
 def command_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, tuple[Any, ...]]:

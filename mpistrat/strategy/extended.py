@@ -201,6 +201,12 @@ class StrategyExtended(OtherNames):
         """Register a coordinator's use of this rank; `Coordination()` ends it."""
         self.coordination = coordination
 
+    def renumber(self, num_input_pipelines: int) -> None:
+        """Continue with the group's remaining ranks. Collective."""
+        self.num_input_pipelines = num_input_pipelines
+        self.rank_collectives = Collectives(self.process_group, "Strategy")
+        vars(self).pop("process_sets", None)
+
     # devices
 
     @property

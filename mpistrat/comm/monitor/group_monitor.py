@@ -51,8 +51,10 @@ _LONGEST = 4096
 class GroupMonitor:
     """The watchdog's state of one group, and its messages there."""
 
-    def __init__(self, monitor: RankMonitor, comm: Any, node: Node, nodes: Nodes) -> None:
-        self.monitor, self.mailbox = monitor, Mailbox(comm)
+    def __init__(
+        self, monitor: RankMonitor, comm: Any, node: Node, nodes: Nodes, bear: Callable[[BaseException, Any], None] | None
+    ) -> None:
+        self.monitor, self.mailbox = monitor, Mailbox(comm, bear)
         self.board = Board(node.boards(), node.rank, node.sync)
         self.surveys = Surveys(monitor, self.mailbox, self.board, nodes, node.has_left)
         self._nodes, self._node_ranks = nodes, nodes.ranks_of(nodes.index)
@@ -371,12 +373,20 @@ class Watchdog:
         self._thread.start()
 
     @classmethod
-    def add(cls, monitor: RankMonitor, comm: Any, node: Node, nodes: Nodes) -> None:
+    def add(
+        cls,
+        monitor: RankMonitor,
+        comm: Any,
+        node: Node,
+        nodes: Nodes,
+        bear: Callable[[BaseException, Any], None] | None = None,
+    ) -> None:
         """Monitor a group, over a communicator of its ranks without other messages.
 
         Args:
             node: the ranks that share memory with this one.
             nodes: of the group.
+            bear: see `Mailbox`.
         """
         from mpi4py import MPI
 
@@ -392,7 +402,7 @@ class Watchdog:
             abort.agree_who_prints = cls.report_end
         monitor.watched = True
         with cls.instance.lock:
-            cls.instance._groups.append(GroupMonitor(monitor, comm, node, nodes))
+            cls.instance._groups.append(GroupMonitor(monitor, comm, node, nodes, bear))
 
     @classmethod
     def remove(cls, monitor: RankMonitor, comm: Any = None) -> None:

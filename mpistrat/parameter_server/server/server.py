@@ -360,6 +360,7 @@ class VariableServer(Rounds):
         progress: lets MPI complete accesses to this rank's memory.
         back_off: the longest sleep, in seconds, when idle.
         threads: whether several threads may call MPI at a time.
+        bear: called with an error of MPI; raises it unless it is the death of expendable workers.
 
     Attributes:
         index: among the servers.
@@ -378,8 +379,9 @@ class VariableServer(Rounds):
         progress: Callable[[], object],
         back_off: float,
         threads: bool,
+        bear: Callable[[BaseException], None] | None = None,
     ) -> None:
-        self.index, self.passes = index, 0
+        self.index, self.passes, self._bear = index, 0, bear or _raise
         layout, mailbox = memory.layout, memory.mailbox
         self.applied = [0] * layout.workers
         self._group, self._worker_ranks, self._layout = group, tuple(worker_ranks), layout
@@ -395,7 +397,7 @@ class VariableServer(Rounds):
         self._left, self._readers = [0] * layout.workers, 0
         self._polls = 0
         self._missing: dict[int, int] = {}  # workers that left the program: the poll at which all they sent is taken
-        self._gone: set[int] = set()  # those of them that had signed off
+        self._gone: set[int] = set()  # those of them that had signed off, and workers that died
         self._target = 0
         self._pass_wait = PassWait(group)
         self._held: dict[int, _Held] = {}
@@ -587,8 +589,22 @@ class VariableServer(Rounds):
 
     def move(self) -> None:
         """Advance large messages between two parts of a long update: MPI moves them only in its calls."""
-        for port in self._ports:
-            port.move()
+        try:
+            for port in self._ports:
+                port.move()
+        except Exception as error:
+            self._bear(error)  # `rest` drops the workers
+
+    def renumber(self, worker_ranks: Sequence[int]) -> None:
+        """Set the ranks of the workers, -1 for one that died."""
+        self._worker_ranks = tuple(worker_ranks)
+
+    def _drop_lost(self) -> None:
+        """Expect nothing more from workers that died."""
+        for worker, rank in enumerate(self._worker_ranks):
+            if rank in self._group.lost and worker not in self._gone:
+                self._gone.add(worker)
+                self._port_of[worker].drop(worker)
 
     # the rounds of the service
 
@@ -599,16 +615,22 @@ class VariableServer(Rounds):
             super().give_way()
 
     def poll(self) -> bool:
-        self._progress()
         self._polls += 1
         waiting = 0
-        for port in self._ports:
-            waiting += port.poll()
+        try:
+            self._progress()
+            for port in self._ports:
+                waiting += port.poll()
+        except Exception as error:
+            self._bear(error)
+            self._drop_lost()
         if waiting > self.stats.most_waiting:
             self.stats.most_waiting = waiting
         return waiting > 0
 
     def rest(self) -> bool:
+        if self._group.lost:
+            self._drop_lost()
         changed = self._retry is not None and self._retry()
         for worker, before in enumerate(self._left):
             if (left := self.left(worker)) != before:
@@ -626,7 +648,7 @@ class VariableServer(Rounds):
         missing = [rank for worker, rank in enumerate(self._worker_ranks) if self.left(worker) < self._target]
         self._pass_wait.look(missing, sum(self._received))
         for worker, rank in enumerate(self._worker_ranks):
-            if not self._group.has_left(rank) or self.left(worker) >= self._target:
+            if rank in self._group.lost or not self._group.has_left(rank) or self.left(worker) >= self._target:
                 continue
             if self._polls < self._missing.setdefault(worker, self._polls + self._layout.slots + 2):
                 continue
@@ -651,6 +673,10 @@ class VariableServer(Rounds):
         buffers = self._make_buffers(address, slab)
         held = self._held[variable] = _Held(address, slab, self._seqlock, self._lock, buffers)
         return held
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _decoded(encoding: int, payload: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

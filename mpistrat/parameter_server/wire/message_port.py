@@ -39,6 +39,7 @@ class MessagePort(Port):
         memory: with the words of clocks and sign-offs.
         comm: a communicator without other messages.
         deliver: takes a worker, the request, and the whole payload.
+        bear: see `Mailbox`.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class MessagePort(Port):
         memory: SharedMemory,
         comm: Any,
         deliver: Callable[[int, Fragment, np.ndarray], None],
+        bear: Callable[[BaseException, Any], None] | None = None,
     ) -> None:
         from mpi4py import MPI
 
@@ -58,8 +60,10 @@ class MessagePort(Port):
             worker: _WorkerMessages(worker, comm, rank, memory.layout.chunk_bytes) for rank, worker in ranks.items()
         }
         self._owed: set[int] = set()  # workers to acknowledge
+        self._dropped: list[_WorkerMessages] = []  # of workers that died; MPI may still use their memory
+        self._late = deque[tuple[Any, np.ndarray]]()  # messages of these
         self._spare: list[np.ndarray] = []
-        self._mailbox = Mailbox(comm)  # sends only: requests are received into reused buffers
+        self._mailbox = Mailbox(comm, bear)  # sends only: requests are received into reused buffers
         self._got_on = 0.0  # time of the last progress of large messages
         self._any, self._byte, self._status = MPI.ANY_SOURCE, MPI.BYTE, MPI.Status()
 
@@ -67,7 +71,7 @@ class MessagePort(Port):
         if self._mailbox.sending:
             self._mailbox.prune()
         moved, waiting, flows = self._match(), 0, False
-        for worker in self._workers.values():
+        for worker in list(self._workers.values()):
             moved, flows = self._move(worker) or moved, flows or worker.flows
             if worker.coming or worker.fragment is not None:
                 waiting += len(worker.coming) + (worker.fragment is not None)
@@ -85,6 +89,10 @@ class MessagePort(Port):
         return bool(self._mailbox.sending or self._owed) or any(
             worker.flows or (worker.coming and not worker.refused) for worker in self._workers.values()
         )
+
+    def drop(self, worker: int) -> None:
+        self._dropped.append(self._workers.pop(worker))
+        self._owed.discard(worker)
 
     def move(self) -> None:
         self._match()
@@ -110,7 +118,9 @@ class MessagePort(Port):
         while (message := self._comm.Improbe(self._any, REQUEST, self._status)) is not None:
             buffer = self._spare.pop() if self._spare else np.zeros(LINE + self._layout.chunk_bytes, np.uint8)
             request = message.Irecv([buffer, self._byte])
-            self._workers[self._worker_of[self._status.source]].coming.append((request, buffer))
+            worker = self._worker_of[self._status.source]
+            source = self._workers.get(worker)
+            (self._late if source is None else source.coming).append((request, buffer))
             moved = True
         return moved
 
@@ -167,7 +177,7 @@ class MessagePort(Port):
 
     def _answer(self) -> None:
         """Acknowledge taken and applied fragments, several of a worker in one answer."""
-        for number in self._owed:
+        for number in list(self._owed):
             worker = self._workers[number]
             answer = np.array([worker.taken, self._server.applied[number]], np.int64)
             self._mailbox.send(answer, worker.rank, ACKNOWLEDGE)

@@ -39,6 +39,7 @@ class MessageTransport(Transport):
 
         super().__init__(pair)
         self._comm, self._byte, self._some = comm, MPI.BYTE, MPI.Request.Testsome
+        self._server = pair.server_rank  # in `comm`; the group's ranks may be numbered anew
         slots, nbytes = pair.layout.slots, LINE + pair.layout.chunk_bytes
         self._buffers = [np.zeros(nbytes, np.uint8) for _ in range(slots)]
         self._sending: list[Any] = [MPI.REQUEST_NULL] * slots
@@ -110,7 +111,7 @@ class MessageTransport(Transport):
         for piece in () if large else pieces:
             buffer[at : at + piece.nbytes] = piece
             at += piece.nbytes
-        self._sending[slot] = self._comm.Isend([buffer[:at], self._byte], self.pair.server_rank, REQUEST)
+        self._sending[slot] = self._comm.Isend([buffer[:at], self._byte], self._server, REQUEST)
         self._posted += 1
         if large:
             for piece in pieces:
@@ -139,7 +140,7 @@ class MessageTransport(Transport):
 
     def _listen(self) -> None:
         """Receive the server's acknowledgements; this also moves sends."""
-        source = self.pair.server_rank
+        source = self._server
         while self._comm.Iprobe(source, ACKNOWLEDGE):
             self._comm.Recv(self._answer, source, ACKNOWLEDGE)
             self._note(*self._answer.tolist())

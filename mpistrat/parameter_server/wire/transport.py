@@ -352,6 +352,9 @@ class Port(ABC):
     def busy(self) -> bool:
         """Return whether data are in flight to a worker."""
 
+    def drop(self, worker: int) -> None:  # noqa: B027  # what it has posted whole may be applied
+        """Expect nothing more from a worker that died."""
+
     def move(self) -> None:  # noqa: B027  # nothing to do if workers move the data
         """Advance and start large messages while a push is being applied, without taking one."""
 

@@ -33,7 +33,7 @@ class _WindowTransport(Transport):
         self._mailbox, self._rank = memory.mailbox.window(self.name, pair.server_rank)
         layout, worker = pair.layout, pair.worker
         announced = layout.announced(worker)
-        self._seqlock = SeqLockReader(self._mailbox, self._rank, announced, lambda: pair.wait_for_server("read"))
+        self._seqlock = SeqLockReader(self._mailbox, self._rank, announced, lambda: self.pair.wait_for_server("read"))
         self._header = np.zeros(LINE, np.uint8)
         self._chunk_bytes, self._slots = layout.chunk_bytes, [layout.slot(worker, i) for i in range(layout.slots)]
         self._posted_at, self._taken_at = layout.posted(worker), layout.taken(worker)
@@ -135,8 +135,7 @@ class _WindowTransport(Transport):
         for buffer in payload:
             puts.append((at, buffer))
             at += buffer.nbytes
-        window, rank = staging.memory.window(self.name, pair.server_rank)
-        window.put(rank, puts)
+        staging.memory.window(self.name, pair.server_rank)[0].put(self._rank, puts)
         self._post_fragment(
             message._replace(kind=message.kind | MessageKind.STAGED, offset=number * HALVES + half, nbytes=0), ()
         )
