@@ -253,9 +253,9 @@ class ClusterCoordinator(FunctionScheduler):
         return ProgramLeader(dispatcher, self._cluster.world, self._cluster.chief, program)
 
     def require_workers(self) -> None:
-        """Raise PeerExitError if all workers have left the program. For the chief."""
+        """Raise PeerExitError if all workers have left the program or died. For the chief."""
         if not self._dispatcher("require_workers").alive():
-            raise PeerExitError("ClusterCoordinator: all workers have left the program: no function can be run")
+            raise PeerExitError("ClusterCoordinator: all workers have left the program or died: no function can be run")
 
     def fetch(self, values: Any) -> Any:
         """Return a structure with the values of the RemoteValues in it. For the chief.

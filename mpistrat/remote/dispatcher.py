@@ -125,6 +125,7 @@ class _ServingWorker:
         self.serves = False
         self.returns = False  # it returns calls that wait for a long one
         self.since = 0.0  # when the first call was sent
+        self.gone = ""  # the reason why it serves no longer
         self.warned = False  # the warning that it does not serve was printed
         self._functions: dict[
             bytes, int
@@ -220,7 +221,7 @@ class Dispatcher:
                 self.raise_error()
         with self.lock:
             if not self._alive:
-                raise PeerExitError(f"{closure.what} cannot be run: all workers have left the program")
+                raise PeerExitError(f"{closure.what} cannot be run: all workers have left the program or died")
             self._count += 1
             closure.number = self._count
             self._pending += not isolated
@@ -430,7 +431,7 @@ class Dispatcher:
         """Put a closure into the queue, or next to the inputs that it waits for."""
         if closure.worker is not None and closure.worker not in self.alive():
             worker = self._workers[closure.worker]
-            error = PeerExitError(f"{closure.what} cannot be run: {worker.name} left the program")
+            error = PeerExitError(f"{closure.what} cannot be run: {worker.name} {worker.gone}")
             self._abort(closure, error)
             return
         for value in closure.inputs:
@@ -560,7 +561,7 @@ class Dispatcher:
         if gone:
             self._receive()  # their last messages
         for worker in gone:
-            self._lose(worker)
+            self._lose(worker, "died" if worker.rank in self._group.lost else "left the program")
         for rank in [rank for rank in self.listeners if self._group.has_left(rank)]:
             self.listeners.remove(rank)
             self._channel.give_up(rank)
@@ -573,14 +574,15 @@ class Dispatcher:
                 worker.warned = True
                 log.logger.warning("%s does not serve after %g s: %s", worker.name, environment.warn_after, _MUST_SERVE)
 
-    def _lose(self, worker: _ServingWorker, why: str = "left the program") -> None:
+    def _lose(self, worker: _ServingWorker, why: str) -> None:
         del self._alive[worker.rank]
+        worker.gone = why
         self.listeners.discard(worker.rank)
         self._channel.give_up(worker.rank)
         name = worker.name
         calls, worker.calls = list(worker.calls.values()), {}
         log.logger.warning("%s %s: %d of its functions are run by others", name, why, len(calls))
-        left = PeerExitError if "left" in why else CollectiveTimeoutError
+        left = CollectiveTimeoutError if "serve" in why else PeerExitError
         for closure in (*calls, *self._queue.take(worker.index)):
             if closure.worker is None and self._alive:
                 self._queue.push(closure)
