@@ -7,7 +7,8 @@ import socket
 from pathlib import Path
 
 from ..base.agree import Ranks
-from ..base.errors import explain
+from ..base.errors import PeerExitError, explain
+from ..base.text import named
 from ..cluster.launcher_variables import launched_rank, launched_size
 from .command import DONE, WRONG_USE, Command
 from .terminal import complain, whole
@@ -42,6 +43,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
             expected = f"at least {least} ranks: a chief, a worker, and {args.ps} for variables"
             complain(explain("mpistrat serve", "", expected=expected, got=got, remedy=remedy))
         return WRONG_USE
+    from ..launcher.survive import Job, survive
     from ..parameter_server.strategy import ParameterServerStrategy
     from ..remote.coordinator import ClusterCoordinator
     from ..remote.output import forward_output
@@ -49,15 +51,24 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     from ..remote.zmq import ServerSocket
 
     forward_output()
-    with ParameterServerStrategy(num_ps=args.ps) as strategy, ClusterCoordinator(strategy) as coordinator:
-        if coordinator.is_chief:
-            door = ServerSocket(args.file, args.host)
-            try:
-                print(f"mpistrat serve: {coordinator.num_workers} workers; ms.connect({str(args.file)!r})", flush=True)
-                serve(coordinator, door)
-            finally:
-                door.close()
-    return DONE
+
+    def work(job: Job) -> int:
+        if job.lost:
+            died = f"{named('rank', job.lost)} died"
+            raise PeerExitError(f"mpistrat serve: {died}, and the job cannot continue without")
+        with ParameterServerStrategy(num_ps=args.ps) as strategy, ClusterCoordinator(strategy) as coordinator:
+            if coordinator.is_chief:
+                door = ServerSocket(args.file, args.host)
+                try:
+                    print(
+                        f"mpistrat serve: {coordinator.num_workers} workers; ms.connect({str(args.file)!r})", flush=True
+                    )
+                    serve(coordinator, door)
+                finally:
+                    door.close()
+        return DONE
+
+    return survive(work)
 
 
 COMMAND = Command(
@@ -66,7 +77,8 @@ COMMAND = Command(
 Keep the ranks of a job ready for a client outside of the job: a notebook, or a program on the login node, which calls
 `ms.connect(FILE)` and schedules functions, or runs a program on all ranks. Rank 0 is the chief, the last ranks are parameter
 servers, all others are workers. One client is served at a time. The job continues after it leaves, until a client calls
-shutdown() or the time limit.
+shutdown() or the time limit. Under Open MPI, started by `mpistrat run --survive -m mpistrat serve FILE`, it also continues when
+workers die.
 
 The connection is encrypted, and only who can read FILE can speak to the job; who can, can run anything in it, as you. By
 default it listens at 127.0.0.1 only: reach it by an SSH tunnel, or say --host, for the address of the node's name in the job's

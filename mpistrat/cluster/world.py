@@ -32,7 +32,8 @@ from .start import running
 
 __all__ = [
     "UNSAFE", "agree", "communicator_of", "failed_ranks", "highest", "is_loss", "leave_out_lost", "loses_ranks",
-    "ranks_of_colors", "reports_death", "revoke", "shrink", "spans_world", "survives", "track", "unsafe_collectives", "untrack", "use", "world",
+    "ranks_of_colors", "reports_death", "revoke", "shrink", "spans_world", "survives", "track", "unsafe_collectives",
+    "untrack", "use", "world",
 ]  # fmt: skip
 
 UNSAFE = ("han", "hcoll", "portals4")  # Open MPI's collective components that miss failures, or crash on them
@@ -58,10 +59,11 @@ def world(mpi: Any) -> Any:
     return _of_color(mpi, text) if text else mpi.COMM_WORLD
 
 
-def use(comm: Any) -> None:
-    """Set the communicator of the job's ranks; None for the original one."""
+def use(comm: Any) -> Any:
+    """Set the communicator of the job's ranks, None for the original one, and return the former."""
     global _world
-    _world = comm
+    before, _world = _world, comm
+    return before
 
 
 @functools.cache
@@ -148,10 +150,14 @@ def unsafe_collectives() -> list[str]:
     return [name for name in UNSAFE if name not in left_out]
 
 
-def is_loss(error: BaseException | None) -> bool:
+def is_loss(error: BaseException | None, note: bool = True) -> bool:
     """Return True if an error, or one of its causes, reports lost ranks.
 
     If the program survives losses, every error of MPI counts, because the class varies (seen with 5.0.11).
+
+    Args:
+        error: the error.
+        note: whether it is of a call of the program: see `met_loss`.
     """
     global _lost
     mpi, seen = running(), set[int]()
@@ -162,7 +168,7 @@ def is_loss(error: BaseException | None) -> bool:
             and isinstance(error, mpi.Exception)
             and (_survives or (loses_ranks() and error.Get_error_class() in _kinds()))
         ):
-            _lost = True
+            _lost = _lost or note
             return True
         error = error.__cause__ or error.__context__
     return False

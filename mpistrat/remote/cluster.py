@@ -95,7 +95,7 @@ class Cluster(Coordination):
             )
             self.loop.reform = self._reform
             group.contacts.add(self.chief)
-        if led.outlives_workers and spans_world(group.topology.comm):
+        if spans_world(group.topology.comm) and led.outlives_workers:
             group.expendable.update(self.workers)
         self._group, self._servers = group, roles[1]
         group.attach(self)
@@ -176,7 +176,10 @@ class Cluster(Coordination):
     def leave_out_lost(self) -> None:
         """Make all living ranks continue without workers that died, before their next collective call. For the chief."""
         dispatcher = self.dispatcher
-        if dispatcher is None or not self._group.lost:
+        if dispatcher is None:
+            return
+        self._group.look_for_losses()
+        if not self._group.lost:
             return
         with dispatcher.held_back():
             dispatcher.wait_for_servers()

@@ -145,8 +145,13 @@ class ClusterCoordinator(FunctionScheduler):
     variables, optimizers, distributed models and strategy become the worker's own. All other objects are sent by cloudpickle, in
     their state at `schedule`. A worker gets equal functions once, so jitted ones compile once; what a function refers to, besides
     its arguments, keeps its state on a worker between calls. The return value is sent back. A function runs once, unless its
-    worker leaves the program: then another worker runs it from the start. Most MPIs end the job with any of its ranks, and the
-    package's watchdog reports why.
+    worker leaves the program: then another worker runs it from the start.
+
+    If a worker dies, most MPIs end the job. In `ms.survive` under Open MPI (`mpistrat run --survive`) the job continues: other
+    workers run its functions from the start, so what these had written is written again; the chief and the variables on servers
+    continue. The next collective call, such as a new variable, `save` or `close`, first waits for running functions, and numbers
+    the remaining ranks anew. PerWorkerValues lose its values. Not so with one-sided transports, and if the worker dies in a
+    collective call: then, and when the chief or a server dies, `ms.survive` calls its function again.
 
     Args:
         strategy: a ParameterServerStrategy with a worker besides the chief.

@@ -139,7 +139,7 @@ class RankProgram:
             self._end()
             if self._stopping:
                 return Kind.CANCEL, b""
-            text = text_of_failure(error, self._where)
+            text = text_of_failure(error, self._where, loss_ends=False)  # this rank's service ends if it needs those
             return Kind.FAILED, dumps_error(error, text, plain_variable, _no_token)
 
     def _run(self) -> bytes:
@@ -173,15 +173,16 @@ class ProgramWorld:
     def __init__(self, comm: Any) -> None:
         self._parent = comm
         self._comm: Any = None
+        self._before: Any = None  # the job's own
 
     def enter(self) -> None:
         """Make it the default communicator of strategies. Collective; all ranks are here."""
         self._comm = self._comm or self._parent.Dup()
-        use(self._comm)
+        self._before = use(self._comm)
 
     def leave(self, clean: bool) -> None:
         """Restore the job's own; after a failed program, do not use this one again. Local."""
-        use(None)
+        use(self._before)
         if not clean:
             self._comm = None
 
@@ -258,8 +259,9 @@ class ProgramLeader:
             else:
                 self._take(message.peer, message.extra, message.payload)
         for rank in self._others - self._dispatcher.listeners - set(self._answers):
-            error = PeerExitError(f"{self._name(rank)} left the program")
+            error = PeerExitError(f"{self._name(rank)} died or left the program")
             self._take(rank, Kind.FAILED, dumps_error(error, str(error), plain_variable, _no_token))
+            self._failed.insert(0, self._failed.pop())  # the cause of the others
         if self._stopped is not None and not own:
             self.program.stop()
         return output

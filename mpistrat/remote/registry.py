@@ -296,13 +296,18 @@ def dumps_result(value: Any, reduce: Reducer) -> bytes:
         raise TypeError(error_text(error)) from error
 
 
-def text_of_failure(error: BaseException, where: str) -> str:
+def text_of_failure(error: BaseException, where: str, loss_ends: bool = True) -> str:
     """Return the text of a call's exception: the rank, and the traceback from the function on.
+
+    Args:
+        error: the exception.
+        where: the rank, in words.
+        loss_ends: whether lost ranks end this rank's program.
 
     Raises:
         BaseException: the exception itself, if it also ends this rank's program: Ctrl-C, or lost ranks.
     """
-    if isinstance(error, KeyboardInterrupt) or is_loss(error):
+    if isinstance(error, KeyboardInterrupt) or (loss_ends and is_loss(error)):
         raise error
     trace = error.__traceback__
     return f"{where}:\n{traceback_text(error, trace if trace is None else trace.tb_next or trace)}"

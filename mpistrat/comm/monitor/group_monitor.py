@@ -52,7 +52,12 @@ class GroupMonitor:
     """The watchdog's state of one group, and its messages there."""
 
     def __init__(
-        self, monitor: RankMonitor, comm: Any, node: Node, nodes: Nodes, bear: Callable[[BaseException, Any], None] | None
+        self,
+        monitor: RankMonitor,
+        comm: Any,
+        node: Node,
+        nodes: Nodes,
+        bear: Callable[[BaseException, Any], None] | None,
     ) -> None:
         self.monitor, self.mailbox = monitor, Mailbox(comm, bear)
         self.board = Board(node.boards(), node.rank, node.sync)
@@ -476,7 +481,7 @@ class Watchdog:
             try:
                 group.look()
             except Exception as error:
-                if not is_loss(error):
+                if not is_loss(error, note=False):
                     raise
                 self._groups.remove(group)
 

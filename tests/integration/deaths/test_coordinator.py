@@ -3,9 +3,16 @@
 Only the functions that a killed worker runs are run again, by another one; its chief's program and all variables stay.
 """
 
+import contextlib
+import os
 import re
+import signal
+import subprocess
+import time
 
 import pytest
+
+from tests.launch.launcher import job_environment
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -171,7 +178,10 @@ def program(job, strategy, coordinator, processes, function, w, large, own, mome
 """
     )
     assert ends(done) == [0, 0], done.stderr
-    assert re.search(r"join: .*function cannot be run: worker \d \(rank \d\) died|join: .*all workers are gone; worker \d .* died", done.stdout)
+    assert re.search(
+        r"join: .*function cannot be run: worker \d \(rank \d\) died|join: .*all workers are gone; worker \d .* died",
+        done.stdout,
+    )
     assert done.stdout.count("then:") == 2 and "2 2.0 True" in done.stdout
 
 
@@ -197,3 +207,98 @@ def program(job, strategy, coordinator, processes, function, w, large, own, mome
 """.replace("VICTIM", str(victim))
     )
     assert ends(done) == [1, 1, 1], done.stderr
+
+
+def test_a_worker_killed_in_a_collective_call_starts_the_function_again(run):
+    """Here it waits for the initial value of a variable, which the chief creates; the chief can't know which ranks have it."""
+    done = run(
+        """
+def program(job, strategy, coordinator, processes, function, w, large, own, momentum):
+    def value():
+        if job.generation == 0:
+            kill(processes[2])
+            time.sleep(1)
+        return np.full(3, 5.0)
+
+    values = [coordinator.schedule(function, (i, 0.0)) for i in range(COUNT)]
+    coordinator.join()
+    with strategy.scope():
+        v = ms.Variable(value)
+    twice(coordinator, values, w, large, 0)
+    assert strategy.size == 4 and (v.numpy() == 5).all()
+"""
+    )
+    assert ends(done) == [1] * 4, done.stderr
+
+
+CLIENT = """
+import os, signal, sys, threading, time
+import numpy as np
+import mpistrat as ms
+
+def function(w, i):
+    w.assign_add(np.eye(30)[i])
+    time.sleep(0.02)
+    return i
+
+def program(steps):
+    strategy = ms.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        v = ms.Variable(0.0, aggregation=ms.VariableAggregation.SUM)
+    for _ in range(steps):
+        strategy.run(lambda: v.assign_add(1.0))
+        time.sleep(0.01)
+    return strategy.size, float(v.numpy())
+
+cluster = ms.connect(sys.argv[1], timeout=60)
+w = cluster.call(lambda: ms.Variable(np.zeros(30)))
+processes = cluster.fetch([cluster.schedule(os.getpid, worker=i) for i in range(3)])
+values = [cluster.schedule(function, (w, i)) for i in range(30)]
+values[3].get()
+os.kill(processes[0], signal.SIGKILL)
+print(cluster.fetch(values) == list(range(30)), (w.get() >= 1).all(), w.get().sum() - 30 in (0, 1))
+print(cluster.run(program, (10,)))
+threading.Timer(0.5, lambda: os.kill(processes[1], signal.SIGKILL)).start()
+try:
+    cluster.run(program, (1000,))
+except Exception as error:
+    print(type(error).__name__, str(error).splitlines()[0])
+print(cluster.schedule(os.getpid).get() == processes[2], cluster.run(program, (10,)))
+print((w.get() >= 1).all(), cluster.call(lambda: ms.Variable(7.0)).get())
+os.kill(processes[2], signal.SIGKILL)
+try:
+    cluster.schedule(os.getpid).get(timeout=50)
+except Exception as error:
+    print(type(error).__name__)
+"""
+
+
+def test_a_client_of_a_job_whose_workers_are_killed(mpi, tmp_path):
+    """Functions run again, a program fails with the dead rank's number, and the job serves until its last worker dies."""
+    if "Open MPI" not in mpi.vendor:
+        pytest.skip("only Open MPI continues when a rank dies")
+    pytest.importorskip("zmq")
+    (tmp_path / "client.py").write_text(CLIENT)
+    words = [mpi.python, "-m", "mpistrat", "run", "-n", "5", "--survive", "-m", "mpistrat", "serve", "serve.json"]
+    environment = job_environment("none", tmp_path, {"PATH": "/usr/bin:/bin"})
+    how = {"env": environment, "cwd": tmp_path, "text": True, "errors": "replace"}
+    with subprocess.Popen(words, stderr=subprocess.PIPE, start_new_session=True, **how) as job:
+        try:
+            while not (tmp_path / "serve.json").exists() and job.poll() is None:
+                time.sleep(0.1)
+            client = [mpi.python, "client.py", "serve.json"]
+            done = subprocess.run(client, capture_output=True, timeout=90, **how)
+            _, told = job.communicate(timeout=20)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+    lines = [
+        "True True True",
+        "[(4, 40.0), (4, 40.0), (4, 40.0), (4, 40.0)]",
+        "PeerExitError rank 1 of 4 died or left the program",
+        "True [(3, 30.0), (3, 30.0), (3, 30.0)]",
+        "True 7.0",
+    ]
+    assert done.stdout.splitlines()[:5] == lines, done.stderr
+    assert done.stdout.splitlines()[5] in ("PeerExitError", "ClosedError"), done.stderr
+    assert "all workers have left the program or died" in told and job.returncode, told
