@@ -199,7 +199,7 @@ class ParameterServers:
         self._memory.slabs.append(self._allocate(self._room, "the servers' variables"))
 
     def _allocate(self, nbytes: Sequence[int], what: str) -> ServerMemory:
-        return ServerMemory(self.group, self._comm, self.servers, nbytes, *self._windows, what, self._places)
+        return ServerMemory(self.group, self._comm, self.servers, nbytes, *self._windows, what, places=self._places)
 
     @property
     def outlive_workers(self) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from ..base.agree import as_told, gather_bytes, gather_text, together
-from ..base.errors import ClusterError, ContextError, LayoutError, explain
+from ..base.errors import ClusterError, ContextError, LayoutError, PeerExitError, explain
 from ..base.lazy import load_cloudpickle
 from ..base.text import named
 from ..cluster.rendezvous import add_check, remove_check, wait_for_ranks
@@ -174,7 +174,11 @@ class Cluster(Coordination):
             self.dispatcher.command(dumps(command_of(name, args, kwargs), self.registry.reduce_command))
 
     def leave_out_lost(self) -> None:
-        """Make all living ranks continue without workers that died, before their next collective call. For the chief."""
+        """Make all living ranks continue without workers that died, before their next collective call. For the chief.
+
+        Raises:
+            PeerExitError: another rank does not serve any more, and cannot take part.
+        """
         dispatcher = self.dispatcher
         if dispatcher is None:
             return
@@ -183,6 +187,11 @@ class Cluster(Coordination):
             return
         with dispatcher.held_back():
             dispatcher.wait_for_servers()
+            away = {*range(self._group.topology.size)} - {self.chief} - dispatcher.listeners - self._group.lost
+            if away:
+                raise PeerExitError(
+                    f"ClusterCoordinator: {named('rank', sorted(away))} left the service, and workers died"
+                )
             dispatcher.send(dispatcher.listeners, Kind.REFORM)
             dispatcher.drive(lambda: not dispatcher.sending())
             self._reform()
