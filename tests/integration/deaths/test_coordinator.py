@@ -232,7 +232,7 @@ def program(job, strategy, coordinator, processes, function, w, large, own, mome
 
 
 CLIENT = """
-import os, signal, sys, threading, time
+import os, signal, sys, time
 import numpy as np
 import mpistrat as ms
 
@@ -241,13 +241,14 @@ def function(w, i):
     time.sleep(0.02)
     return i
 
-def program(steps):
+def program(steps, victim=0):
     strategy = ms.MultiWorkerMirroredStrategy()
     with strategy.scope():
         v = ms.Variable(0.0, aggregation=ms.VariableAggregation.SUM)
-    for _ in range(steps):
+    for step in range(steps):
         strategy.run(lambda: v.assign_add(1.0))
-        time.sleep(0.01)
+        if step == 20 and os.getpid() == victim:
+            os.kill(victim, signal.SIGKILL)
     return strategy.size, float(v.numpy())
 
 cluster = ms.connect(sys.argv[1], timeout=60)
@@ -258,9 +259,8 @@ values[3].get()
 os.kill(processes[0], signal.SIGKILL)
 print(cluster.fetch(values) == list(range(30)), (w.get() >= 1).all(), w.get().sum() - 30 in (0, 1))
 print(cluster.run(program, (10,)))
-threading.Timer(0.5, lambda: os.kill(processes[1], signal.SIGKILL)).start()
 try:
-    cluster.run(program, (1000,))
+    cluster.run(program, (1000, processes[1]))
 except Exception as error:
     print(type(error).__name__, str(error).splitlines()[0])
 print(cluster.schedule(os.getpid).get() == processes[2], cluster.run(program, (10,)))
@@ -299,6 +299,6 @@ def test_a_client_of_a_job_whose_workers_are_killed(mpi, tmp_path):
         "True [(3, 30.0), (3, 30.0), (3, 30.0)]",
         "True 7.0",
     ]
-    assert done.stdout.splitlines()[:5] == lines, done.stderr
+    assert done.stdout.splitlines()[:5] == lines, done.stderr + told
     assert done.stdout.splitlines()[5] in ("PeerExitError", "ClosedError"), done.stderr
     assert "all workers have left the program or died" in told and job.returncode, told
