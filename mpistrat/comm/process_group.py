@@ -187,7 +187,9 @@ class ProcessGroup:
             {numbers[rank] for rank in ranks if rank in numbers} for ranks in (self.contacts, self.expendable)
         )
         vars(self).pop("comm", None)
+        stop = self.monitor.stop
         self._open(topology, self.environment, private)
+        self.monitor.stop = stop
         self._key = key
         self._watch()
         return numbers

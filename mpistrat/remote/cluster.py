@@ -90,10 +90,8 @@ class Cluster(Coordination):
         else:
             index = self.workers.index(rank) if rank in self.workers else -1
             execute = Commands(strategy).execute
-            self.loop = WorkerLoop(
-                group, channel, self.chief, index, self.registry, self._alone, execute, self._flush, self.world
-            )
-            self.loop.reform = self._reform
+            calls = self._alone, execute, self._flush, self._reform
+            self.loop = WorkerLoop(group, channel, self.chief, index, self.registry, *calls, self.world)
             group.contacts.add(self.chief)
         if spans_world(group.topology.comm) and led.outlives_workers:
             group.expendable.update(self.workers)
@@ -186,7 +184,7 @@ class Cluster(Coordination):
         if not self._group.lost:
             return
         with dispatcher.held_back():
-            dispatcher.wait_for_servers()
+            dispatcher.wait_until_all_serve()
             away = {*range(self._group.topology.size)} - {self.chief} - dispatcher.listeners - self._group.lost
             if away:
                 raise PeerExitError(
@@ -194,7 +192,8 @@ class Cluster(Coordination):
                 )
             dispatcher.send(dispatcher.listeners, Kind.REFORM)
             dispatcher.drive(lambda: not dispatcher.sending())
-            self._reform()
+            with dispatcher.lock:  # its thread must not compare old numbers with new ones
+                self._reform()
 
     def _reform(self) -> None:
         """Continue with the living ranks: new communicators, new numbers. Collective over them; no function runs."""

@@ -297,13 +297,7 @@ class Dispatcher:
         with self.held_back():
             leaving = self.listeners.intersection(ranks)
             self.send(leaving, Kind.END)
-            limit = self._group.environment.abort_after
-            if not self.drive(lambda: not leaving & self.listeners, limit):
-                late = sorted(leaving & self.listeners)
-                where = self._group.monitor.where(late)
-                raise CollectiveTimeoutError(
-                    f"ClusterCoordinator.close: ranks {late} do not serve{where}\n{_MUST_SERVE}"
-                )
+            self._wait_for("ClusterCoordinator.close", lambda: leaving & self.listeners)
 
     def leave(self) -> None:
         """Release the others at the end of the program, without waiting for them."""
@@ -321,9 +315,20 @@ class Dispatcher:
                 {numbers[rank] for rank in ranks if rank in numbers} for ranks in (self.listeners, self._serving)
             )
 
-    def wait_for_servers(self) -> None:
-        """Wait until all listeners serve."""
-        self.drive(lambda: self.listeners <= self._serving)
+    def wait_until_all_serve(self) -> None:
+        """Wait until all listeners serve.
+
+        Raises:
+            CollectiveTimeoutError: a rank does not.
+        """
+        self._wait_for("ClusterCoordinator", lambda: self.listeners - self._serving)
+
+    def _wait_for(self, function: str, late: Callable[[], set[int]]) -> None:
+        """Wait until no rank is late."""
+        if not self.drive(lambda: not late(), self._group.environment.abort_after):
+            ranks = sorted(late())
+            where = self._group.monitor.where(ranks)
+            raise CollectiveTimeoutError(f"{function}: ranks {ranks} do not serve{where}\n{_MUST_SERVE}")
 
     @property
     def num_workers(self) -> int:

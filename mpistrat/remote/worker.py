@@ -67,10 +67,8 @@ class WorkerLoop:
         scope: creates the context in which functions run.
         execute: executes a command, a collective call of all ranks.
         flush: waits until this rank's writes to variables are applied.
+        reform: continues with the other ranks, without workers that died.
         world: of clients' programs.
-
-    Attributes:
-        reform: continues without workers that died, with the other ranks.
     """
 
     def __init__(
@@ -83,19 +81,19 @@ class WorkerLoop:
         scope: Callable[[], Any],
         execute: Callable[[str, tuple[Any, ...]], None],
         flush: Callable[[], None],
+        reform: Callable[[], None],
         world: ProgramWorld,
     ) -> None:
         self.index = index
         self._group, self._channel, self._chief = group, channel, chief
         self._registry, self._scope, self._execute, self._flush = registry, scope, execute, flush
-        self._world = world
+        self._reform, self._world = reform, world
         self._answers: dict[int, tuple[Kind, int, bytes]] = {}
         self._forgotten = 0
         self._functions: dict[int, bytes] = {}  # of the chief, by their numbers, and
         self._loaded: dict[int, Any] = {}  # those that were called
         self._inbox: list[Message] = []
         self._lock = threading.Lock()  # of the channel and the inbox
-        self.reform: Callable[[], None] = _no_loss
         self._begun = 0  # number of started functions
         self._busy = False  # a function runs
 
@@ -190,7 +188,7 @@ class WorkerLoop:
 
     def _handle(self, message: Message) -> None:
         if message.kind == Kind.REFORM:
-            self.reform()
+            self._reform()
         elif message.kind == Kind.COMMAND:
             self._execute(*loads(message.payload, self._registry.resolve))
         elif message.kind == Kind.FUNCTION:
@@ -304,10 +302,6 @@ class WorkerLoop:
         finally:
             _running = None
         return kind, int((monotonic() - start) * 1e6), answer
-
-
-def _no_loss() -> None:
-    """Do nothing: no worker has died."""
 
 
 def command_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, tuple[Any, ...]]:

@@ -71,6 +71,7 @@ def test_222_calls_and_20_duplicates_run_once_each():
             contextlib.nullcontext,
             lambda: None,
             lambda: None,
+            lambda: None,
             ProgramWorld(comm),
         )
         assert loop.serve()
