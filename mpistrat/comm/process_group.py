@@ -165,6 +165,9 @@ class ProcessGroup:
 
         Collective over these, of which none is in a collective. Attached objects stay, and keep their own communicators. Memory
         that this group shared is freed with its last user.
+
+        Raises:
+            RanksLostError: on every rank: others than expendable ranks have died.
         """
         from mpi4py import MPI
 
@@ -175,6 +178,8 @@ class ProcessGroup:
         numbers = {rank: number for rank, number in numbers.items() if number != MPI.UNDEFINED}
         old.Free()
         new.Free()
+        self.lost.update({*range(topology.size)} - {*numbers})
+        self._refuse_other_losses()
         Watchdog.remove(self.monitor)
         vars(topology).update(vars(fresh))
         abort.renumber()
