@@ -197,10 +197,6 @@ class Cluster(Coordination):
 
     def _reform(self) -> None:
         """Continue with the living ranks: new communicators, new numbers. Collective over them; no function runs."""
-        with self._group.quiet():  # a death that another thread notices now may crash Open MPI
-            self._renumber()
-
-    def _renumber(self) -> None:
         numbers = self._group.reopen(leave_out_lost())
         led: Any = self._strategy
         led.renumber(numbers)
