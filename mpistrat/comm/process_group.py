@@ -157,7 +157,15 @@ class ProcessGroup:
     def _watch(self) -> None:
         """Start to monitor the ranks. Collective."""
         nodes = Nodes(self.num_nodes, functools.partial(_ranks_of, self.topology, self.num_nodes), self.node_index)
-        Watchdog.add(self.monitor, self._private, self.node, nodes, self.bear)
+        reference = weakref.WeakMethod(self.bear)  # the watchdog keeps no group that the program has dropped
+
+        def bear(error: BaseException, comm: Any) -> None:
+            method = reference()
+            if method is None:
+                raise error
+            method(error, comm)
+
+        Watchdog.add(self.monitor, self._private, self.node, nodes, bear)
         exit_report.begin(self.topology)
 
     def reopen(self, comm: Any) -> dict[int, int]:

@@ -202,7 +202,7 @@ class StrategyExtended(OtherNames):
         self.coordination = coordination
 
     def renumber(self, num_input_pipelines: int) -> None:
-        """Continue with the group's remaining ranks. Collective."""
+        """Continue with the group's remaining ranks. Each of them calls it."""
         self.num_input_pipelines = num_input_pipelines
         self.rank_collectives = Collectives(self.process_group, "Strategy")
         vars(self).pop("process_sets", None)
