@@ -1,4 +1,4 @@
-"""Draw the plots of a folder of results: all-reduce, steps, frameworks, torch, HDF5 input, servers, checkpoints, the wire.
+"""Draw the plots of a folder of results: all-reduce, steps, frameworks, torch, input, servers, checkpoints, the wire.
 
 python benchmarks/plot.py benchmarks/results/2026-11-21
 """
@@ -323,6 +323,25 @@ def draw_before_after(folder: Path) -> None:
     finish(figure, "Operations and steps, before and after", caption(results), folder / "before_after.png")
 
 
+def draw_sources_input(folder: Path) -> None:
+    """Draw how many times the rate of the library alone each kind of files is read."""
+    results = load(folder, "sources_input")
+    if not results:
+        return
+    figure = new_figure(16, 0.35 * sum(len(result["rows_per_second"]) for result in results) + 2)
+    axis = figure.subplots()
+    rates = [pair for result in results for pair in result["rows_per_second"].items()]
+    bars = axis.barh(range(len(rates)), [each["mpistrat"] / each["alone"] for _, each in rates], color=colour("mpistrat"))
+    axis.bar_label(bars, fmt="%.2f", fontsize=9, padding=3)
+    axis.set_yticks(range(len(rates)), [name for name, _ in rates])
+    axis.invert_yaxis()
+    axis.set_xscale("log")
+    axis.axvline(1, color="black", linewidth=1)
+    axis.margins(x=0.1)
+    axis.set_xlabel("rows per second / those of the library alone")
+    finish(figure, "Rows of files, beside their libraries", caption(results), folder / "sources_input.png")
+
+
 if __name__ == "__main__":
     draw_all_reduce(Path(sys.argv[1]))
     draw_training_step(Path(sys.argv[1]))
@@ -334,3 +353,4 @@ if __name__ == "__main__":
     draw_watching(Path(sys.argv[1]))
     draw_wire(Path(sys.argv[1]))
     draw_before_after(Path(sys.argv[1]))
+    draw_sources_input(Path(sys.argv[1]))
