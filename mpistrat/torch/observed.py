@@ -8,6 +8,7 @@ equal.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,9 @@ _DROPOUT: dict[type, Callable[..., torch.Tensor]] = {
 }
 
 
+_COMPUTED = "as its rows are computed, and rounding changes them"
+
+
 class TorchObserver(Protocol):
     """An object that sees the calls: a session of `shadow/`."""
 
@@ -46,6 +50,8 @@ class TorchObserver(Protocol):
     def gradient(self, name: str, value: Any, factor: float = 1.0, local: bool = True) -> None: ...
 
     def end(self, ranks: Any, parameters: Iterable[Parameter]) -> None: ...
+
+    def leave_out(self, operation: str, reason: str, rest: bool = False) -> None: ...
 
 
 @contextlib.contextmanager
@@ -85,6 +91,7 @@ class _Modules:
         self._known_parameters: dict[int, Parameter] = {}  # of all models, by id
         self._models = 0
         self._skipped = False
+        self._outputs = collections.deque[torch.UntypedStorage](maxlen=16)  # of models
         self._drew: list[bool] = []
 
     def _ignores(self, module: torch.nn.Module) -> bool:
@@ -123,7 +130,13 @@ class _Modules:
         parameters = [self._known_parameters[id(each)] for each in module.parameters() if each.requires_grad]
         session, self._known = self._session, _generators()
         inside = context.has_strategy() and context.get_replica_context() is not None
-        computed = session.begun and any(each.requires_grad for each in inputs.values())  # as of a loss
+        kept = {each.data_ptr() for each in self._outputs}
+        computed = any(
+            each.requires_grad or _memory(each).data_ptr() in kept for each in inputs.values()
+        )  # as of a loss
+        if computed and not session.begun:
+            session.leave_out(f"outputs of {type(module).__name__} in a pass that begins a step", _COMPUTED)
+            return False
         if computed or (inside and session.inputs_known):
             for name, value in inputs.items():
                 session.value("rows", name, value)
@@ -161,6 +174,10 @@ class _Modules:
             output = self._replayed(frame, operation, args, output)
         for value in _tensors(output):
             self._session.value("rows", operation, value, about=type(module).__name__)
+            if not self._frames and all(
+                _memory(each).data_ptr() != _memory(value).data_ptr() for each in _tensors(args)
+            ):
+                self._outputs.append(_memory(value))
         return output
 
     def _replayed(self, frame: _Frame, operation: str, args: Any, output: Any) -> Any:
@@ -217,6 +234,10 @@ def _is_keras(module: torch.nn.Module) -> bool:
     """Return True for a layer of Keras, whose model reports its steps itself."""
     keras = sys.modules.get("keras")
     return keras is not None and isinstance(module, keras.layers.Layer)
+
+
+def _memory(value: torch.Tensor) -> torch.UntypedStorage:
+    return value.untyped_storage()
 
 
 def _plain(name: str) -> str:

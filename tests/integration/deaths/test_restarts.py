@@ -296,6 +296,7 @@ for step in range(notes["step"] + 1, 61):
 checkpoints.wait()
 if strategy.rank == 0:
     print("end", *w.numpy(), flush=True)
+strategy.close()  # a server waits here for what workers still read
 """
 
 
