@@ -331,7 +331,9 @@ def draw_sources_input(folder: Path) -> None:
     figure = new_figure(16, 0.35 * sum(len(result["rows_per_second"]) for result in results) + 2)
     axis = figure.subplots()
     rates = [pair for result in results for pair in result["rows_per_second"].items()]
-    bars = axis.barh(range(len(rates)), [each["mpistrat"] / each["alone"] for _, each in rates], color=colour("mpistrat"))
+    bars = axis.barh(
+        range(len(rates)), [each["mpistrat"] / each["alone"] for _, each in rates], color=colour("mpistrat")
+    )
     axis.bar_label(bars, fmt="%.2f", fontsize=9, padding=3)
     axis.set_yticks(range(len(rates)), [name for name, _ in rates])
     axis.invert_yaxis()
