@@ -352,9 +352,10 @@ class ClusterCoordinator(FunctionScheduler):
 
     def _check_worker(self, worker: int | None) -> None:
         dispatcher = self._cluster.dispatcher
-        count = 0 if dispatcher is None else dispatcher.num_workers
-        if worker is not None and dispatcher is not None and not (type(worker) is int and 0 <= worker < count):
-            expected = f"None or 0 <= worker < {count}"
+        if worker is None or dispatcher is None:
+            return
+        if not (type(worker) is int and 0 <= worker < dispatcher.num_workers):
+            expected = f"None or 0 <= worker < {dispatcher.num_workers}"
             raise ValueError(explain("ClusterCoordinator.schedule", "worker", expected=expected, got=repr(worker)))
 
     def _submit(

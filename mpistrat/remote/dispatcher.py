@@ -566,7 +566,7 @@ class Dispatcher:
         if gone:
             self._receive()  # their last messages
         for worker in gone:
-            self._lose(worker, "died" if worker.rank in self._group.lost else "left the program")
+            self._lose(worker, "died" if worker.rank in self._group.lost else "left the program", PeerExitError)
         for rank in [rank for rank in self.listeners if self._group.has_left(rank)]:
             self.listeners.remove(rank)
             self._channel.give_up(rank)
@@ -574,12 +574,13 @@ class Dispatcher:
         for worker in list(self._alive.values()):
             waited = now - worker.since if worker.calls and not worker.serves else 0.0
             if waited > environment.abort_after:
-                self._lose(worker, f"does not serve after {environment.abort_after:g} s: {_MUST_SERVE}")
+                why = f"does not serve after {environment.abort_after:g} s: {_MUST_SERVE}"
+                self._lose(worker, why, CollectiveTimeoutError)
             elif waited > environment.warn_after and not worker.warned:
                 worker.warned = True
                 log.logger.warning("%s does not serve after %g s: %s", worker.name, environment.warn_after, _MUST_SERVE)
 
-    def _lose(self, worker: _ServingWorker, why: str) -> None:
+    def _lose(self, worker: _ServingWorker, why: str, error: type[Exception]) -> None:
         del self._alive[worker.rank]
         worker.gone = why
         self.listeners.discard(worker.rank)
@@ -587,14 +588,13 @@ class Dispatcher:
         name = worker.name
         calls, worker.calls = list(worker.calls.values()), {}
         log.logger.warning("%s %s: %d of its functions are run by others", name, why, len(calls))
-        left = CollectiveTimeoutError if "serve" in why else PeerExitError
         for closure in (*calls, *self._queue.take(worker.index)):
             if closure.worker is None and self._alive:
                 self._queue.push(closure)
             else:
-                self._abort(closure, left(f"{closure.what} cannot be run: {name} {why}"))
+                self._abort(closure, error(f"{closure.what} cannot be run: {name} {why}"))
         if not self._alive:
-            self._cancel(left(f"all workers are gone; {name} {why}"), everything=True)
+            self._cancel(error(f"all workers are gone; {name} {why}"), everything=True)
 
 
 def _can_be_cancelled(closure: Closure, everything: bool) -> bool:

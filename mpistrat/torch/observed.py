@@ -91,7 +91,9 @@ class _Modules:
         self._known_parameters: dict[int, Parameter] = {}  # of all models, by id
         self._models = 0
         self._skipped = False
-        self._outputs = collections.deque[torch.UntypedStorage](maxlen=16)  # of models
+        self._outputs = collections.deque[torch.Tensor](
+            maxlen=16
+        )  # of models; their memory is not used again meanwhile
         self._drew: list[bool] = []
 
     def _ignores(self, module: torch.nn.Module) -> bool:
@@ -130,13 +132,12 @@ class _Modules:
         parameters = [self._known_parameters[id(each)] for each in module.parameters() if each.requires_grad]
         session, self._known = self._session, _generators()
         inside = context.has_strategy() and context.get_replica_context() is not None
-        kept = {each.data_ptr() for each in self._outputs}
-        computed = any(
-            each.requires_grad or _memory(each).data_ptr() in kept for each in inputs.values()
-        )  # as of a loss
+        kept = {_memory(each) for each in self._outputs}
+        computed = any(_memory(each) in kept for each in inputs.values())
         if computed and not session.begun:
             session.leave_out(f"outputs of {type(module).__name__} in a pass that begins a step", _COMPUTED)
             return False
+        computed = computed or (session.begun and any(each.requires_grad for each in inputs.values()))  # as of a loss
         if computed or (inside and session.inputs_known):
             for name, value in inputs.items():
                 session.value("rows", name, value)
@@ -174,10 +175,8 @@ class _Modules:
             output = self._replayed(frame, operation, args, output)
         for value in _tensors(output):
             self._session.value("rows", operation, value, about=type(module).__name__)
-            if not self._frames and all(
-                _memory(each).data_ptr() != _memory(value).data_ptr() for each in _tensors(args)
-            ):
-                self._outputs.append(_memory(value))
+            if not self._frames and _memory(value) not in {0, *map(_memory, _tensors(args))}:
+                self._outputs.append(value.detach())
         return output
 
     def _replayed(self, frame: _Frame, operation: str, args: Any, output: Any) -> Any:
@@ -236,8 +235,9 @@ def _is_keras(module: torch.nn.Module) -> bool:
     return keras is not None and isinstance(module, keras.layers.Layer)
 
 
-def _memory(value: torch.Tensor) -> torch.UntypedStorage:
-    return value.untyped_storage()
+def _memory(value: torch.Tensor) -> int:
+    """Return the identity of a tensor's memory; 0 if it has none of its own, as a sparse one."""
+    return int(value.untyped_storage()._cdata) if value.layout is torch.strided else 0
 
 
 def _plain(name: str) -> str:

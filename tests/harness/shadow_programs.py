@@ -13,7 +13,7 @@ import mpistrat as ms
 STEPS = 6
 
 
-def recorded(folder: str, train: Callable[[Any], None], comm: Any, **options: Any) -> None:
+def recorded(folder: Any, train: Callable[[Any], None], comm: Any, **options: Any) -> None:
     """Record a program on rank 0 alone, and how far rounding carries. Collective."""
     from mpi4py import MPI
 
@@ -30,7 +30,7 @@ def recorded(folder: str, train: Callable[[Any], None], comm: Any, **options: An
     assert not any(comm.allgather(None if error is None else repr(error))), error
 
 
-def first_difference(folder: str, train: Callable[[Any], None], comm: Any) -> ms.errors.DifferenceError | None:
+def first_difference(folder: Any, train: Callable[[Any], None], comm: Any) -> ms.errors.DifferenceError | None:
     """Return the first difference, which all ranks must find, None for none. Collective."""
     found = None
     with contextlib.suppress(ms.errors.DifferenceError), ms.shadow.compare(folder, steps=STEPS) as report:
@@ -44,6 +44,29 @@ def first_difference(folder: str, train: Callable[[Any], None], comm: Any) -> ms
         assert report.steps == STEPS
         assert report.points > 3 * STEPS + 2 * len(report.left_out)
     return found
+
+
+def expect_faults(
+    folder: Any,
+    faults: dict[str, tuple[int, str, str, str]],
+    program: Callable[[str], Callable[[Any], None]],
+    comm: Any,
+) -> None:
+    """Run a program with each fault. Collective.
+
+    Args:
+        folder: of the recorded run.
+        faults: of each the step, the ranks ("all", "last", or another word for any), the operation, and words of the text.
+        program: returns the program with a fault.
+        comm: of the ranks.
+    """
+    for fault, (step, ranks, operation, words) in faults.items():
+        found = first_difference(folder, program(fault), comm)
+        assert found is not None, fault
+        assert (found.step, found.operation) == (step, operation), (fault, str(found))
+        assert words in str(found), (fault, str(found))
+        expected = {"all": tuple(range(comm.size)), "last": (comm.size - 1,)}.get(ranks, found.ranks)
+        assert found.ranks == expected, (fault, str(found))
 
 
 class Net:

@@ -15,7 +15,7 @@ from ...base.conversion import converted
 from ...base.errors import explain
 from ..buffers import RowBuffers
 from ..spec import ArraySpec, DatasetSpec, is_ragged, row_nbytes, stack_rows, stacked_nbytes, unstack_rows
-from .node import LocatedRange, Node, Outcome, OwnRows, read_plan
+from .node import LocatedRange, Node, Outcome, OwnRows, changed_outcomes, read_plan
 from .stage import InputRows, Stage
 
 __all__ = ["Cast", "cast"]
@@ -108,16 +108,9 @@ class Cast(Stage):
             yield self._element(element, epoch, position)
 
     def outcomes(self, epoch: int) -> Iterator[Outcome]:
-        return super().outcomes(epoch) if self.random_access else self._outcomes_in_order(epoch)
-
-    def _outcomes_in_order(self, epoch: int) -> Iterator[Outcome]:
-        for position, (element, error) in enumerate(self._parent.outcomes(epoch)):
-            if error is None:
-                try:
-                    element = self._element(element, epoch, position)
-                except ValueError as raised:
-                    element, error = None, raised
-            yield element, error
+        if self.random_access:
+            return super().outcomes(epoch)
+        return changed_outcomes(self._parent.outcomes(epoch), lambda each, at: self._element(each, epoch, at))
 
     def _element(self, element: Any, epoch: int, position: int) -> Any:
         batching = self.batching

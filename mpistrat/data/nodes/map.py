@@ -20,7 +20,7 @@ from ..options import number_of_calls
 from ..spec import ArraySpec, conform, empty_rows, row_count, spec_of_element, spec_of_rows, stack_rows, unstack_rows
 from ..stats import StageStats
 from .calls import CallError, Calls, check_callable, name_of
-from .node import Node, Outcome, Traits
+from .node import Node, Outcome, Traits, changed_outcomes
 from .stage import Stage
 
 __all__ = ["Enumerated", "Mapped", "map"]
@@ -209,16 +209,10 @@ class Mapped(Stage):
         return self.stream(self._parent.elements(epoch, start), epoch, start)
 
     def outcomes(self, epoch: int) -> Iterator[Outcome]:
-        return super().outcomes(epoch) if self.random_access else self._outcomes_in_order(epoch)
-
-    def _outcomes_in_order(self, epoch: int) -> Iterator[Outcome]:
-        for position, (element, error) in enumerate(self._parent.outcomes(epoch)):
-            if error is None:
-                try:
-                    element = next(self.stream(iter([element]), epoch, position))
-                except Exception as raised:
-                    element, error = None, raised
-            yield element, error
+        if self.random_access:
+            return super().outcomes(epoch)
+        below = self._parent.outcomes(epoch)
+        return changed_outcomes(below, lambda each, at: next(self.stream(iter([each]), epoch, at)))
 
     def stream(self, elements: Iterator[Any], epoch: int, start: int) -> Iterator[Any]:
         """Yield the function of each element, several ahead if calls are parallel."""

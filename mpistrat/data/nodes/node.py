@@ -43,6 +43,7 @@ __all__ = [
     "OwnRows",
     "ReadPlan",
     "Traits",
+    "changed_outcomes",
     "own_rows",
     "read_plan",
 ]
@@ -92,6 +93,17 @@ class FilesOfSource(Protocol):
 
     def copied(self, folder: str | os.PathLike[str], limit: int | None) -> Node:
         """Copy them to a folder of this node's disk, and return the same source of the copies."""
+
+
+def changed_outcomes(below: Iterator[Outcome], change: Callable[[Any, int], Any]) -> Iterator[Outcome]:
+    """Yield outcomes with changed elements; an error of change(element, position) takes the element's place."""
+    for position, (element, error) in enumerate(below):
+        if error is None:
+            try:
+                element = change(element, position)
+            except Exception as raised:
+                element, error = None, raised
+        yield element, error
 
 
 class Node(ABC):

@@ -39,17 +39,16 @@ def train(comm, fault=""):
 
 
 @pytest.mark.ranks(2)
-def test_each_fault_is_named_and_no_correct_program(tmp_path_factory):
+def test_each_fault_is_named_and_no_correct_program(mpi_tmp_path):
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
-    folder = comm.bcast(str(tmp_path_factory.mktemp("shadow")))
-    recorded(folder, train, comm)
-    assert first_difference(folder, train, comm) is None
-    found = first_difference(folder, functools.partial(train, fault="half"), comm)
+    recorded(mpi_tmp_path, train, comm)
+    assert first_difference(mpi_tmp_path, train, comm) is None
+    found = first_difference(mpi_tmp_path, functools.partial(train, fault="half"), comm)
     assert found is not None
     assert (found.step, found.ranks, found.operation) == (1, (1,), "gradient of b"), str(found)
     assert "rank 1's 0.5 times" in str(found)
-    found = first_difference(folder, functools.partial(train, fault="order"), comm)
+    found = first_difference(mpi_tmp_path, functools.partial(train, fault="order"), comm)
     assert found is not None
     assert (found.step, found.operation) == (1, "input"), str(found)

@@ -9,7 +9,7 @@ keras = pytest.importorskip("keras", reason="Keras or its backend is not install
 import numpy as np  # noqa: E402
 
 import mpistrat as ms  # noqa: E402
-from tests.harness.shadow_programs import STEPS, first_difference, recorded  # noqa: E402
+from tests.harness.shadow_programs import STEPS, expect_faults, first_difference, recorded  # noqa: E402
 
 BACKEND = keras.backend.backend()
 layers = keras.layers
@@ -105,46 +105,34 @@ def scaled(optimizer):
     )
 
 
-@pytest.fixture
-def folder(tmp_path_factory):
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD.bcast(str(tmp_path_factory.mktemp("shadow")))
-
-
 @pytest.mark.ranks(2)
-def test_each_fault_is_named_by_its_step_rank_and_tensor(folder):
+def test_each_fault_is_named_by_its_step_rank_and_tensor(mpi_tmp_path):
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
-    recorded(folder, Program(0, special="loop"), comm)
-    for fault, (step, ranks, operation, words) in FAULTS.items():
-        found = first_difference(folder, Program(0, fault, "loop"), comm)
-        assert found is not None, fault
-        assert (found.step, found.operation) == (step, operation), (fault, str(found))
-        assert words in str(found), (fault, str(found))
-        assert found.ranks == (tuple(range(comm.size)) if ranks == "all" else (comm.size - 1,)), (fault, str(found))
+    recorded(mpi_tmp_path, Program(0, special="loop"), comm)
+    expect_faults(mpi_tmp_path, FAULTS, lambda fault: Program(0, fault, "loop"), comm)
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("seed", range(len(CORRECT)))
-def test_no_correct_program_differs(seed, folder):
+def test_no_correct_program_differs(seed, mpi_tmp_path):
     from mpi4py import MPI
 
     comm, special = MPI.COMM_WORLD, CORRECT[seed]
-    recorded(folder, Program(seed, special=special), comm)
-    assert first_difference(folder, Program(seed, special=special), comm) is None
+    recorded(mpi_tmp_path, Program(seed, special=special), comm)
+    assert first_difference(mpi_tmp_path, Program(seed, special=special), comm) is None
 
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("special", LEFT_OUT)
-def test_what_cannot_be_equal_is_reported(special, folder):
+def test_what_cannot_be_equal_is_reported(special, mpi_tmp_path):
     """Rows are compared to the end; on one rank all is equal."""
     from mpi4py import MPI
 
     comm, (operation, reason) = MPI.COMM_WORLD, LEFT_OUT[special]
-    recorded(folder, Program(0, special=special), comm)
-    with ms.shadow.compare(folder, steps=STEPS) as report:
+    recorded(mpi_tmp_path, Program(0, special=special), comm)
+    with ms.shadow.compare(mpi_tmp_path, steps=STEPS) as report:
         Program(0, special=special)(comm)
     assert report.steps == STEPS and report.rows > 5 * STEPS
     if comm.size == 1:

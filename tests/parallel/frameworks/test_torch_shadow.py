@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test
 import numpy as np  # noqa: E402
 
 import mpistrat as ms  # noqa: E402
-from tests.harness.shadow_programs import STEPS, first_difference, recorded  # noqa: E402
+from tests.harness.shadow_programs import STEPS, expect_faults, first_difference, recorded  # noqa: E402
 
 nn = torch.nn
 
@@ -103,40 +103,28 @@ class Program:
                 model[4].weight.mul_(1.001)
 
 
-@pytest.fixture
-def folder(tmp_path_factory):
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD.bcast(str(tmp_path_factory.mktemp("shadow")))
-
-
 @pytest.mark.ranks(2)
-def test_each_fault_is_named_by_its_step_rank_and_tensor(folder):
+def test_each_fault_is_named_by_its_step_rank_and_tensor(mpi_tmp_path):
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
-    recorded(folder, Program(0), comm)
-    assert first_difference(folder, Program(0), comm) is None
-    for fault, (step, ranks, operation, words) in FAULTS.items():
-        found = first_difference(folder, Program(0, fault), comm)
-        assert found is not None, fault
-        assert (found.step, found.operation) == (step, operation), (fault, str(found))
-        assert words in str(found), (fault, str(found))
-        assert found.ranks == (tuple(range(comm.size)) if ranks == "all" else (comm.size - 1,)), (fault, str(found))
+    recorded(mpi_tmp_path, Program(0), comm)
+    assert first_difference(mpi_tmp_path, Program(0), comm) is None
+    expect_faults(mpi_tmp_path, FAULTS, lambda fault: Program(0, fault), comm)
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_no_correct_program_differs(folder):
+def test_no_correct_program_differs(mpi_tmp_path):
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
     for seed in range(4):
-        recorded(folder, Program(seed), comm)
-        assert first_difference(folder, Program(seed), comm) is None, seed
+        recorded(mpi_tmp_path, Program(seed), comm)
+        assert first_difference(mpi_tmp_path, Program(seed), comm) is None, seed
 
 
 @pytest.mark.ranks(2)
-def test_distributed_data_parallel(folder):
+def test_distributed_data_parallel(mpi_tmp_path):
     """A program of torch alone: masks of dropout are replayed, and unreduced gradients named."""
     from mpi4py import MPI
 
@@ -155,12 +143,12 @@ def test_distributed_data_parallel(folder):
             nn.functional.cross_entropy(wrap(x[rows]), y[rows]).backward()
             optimizer.step()
 
-    recorded(folder, train, comm)
+    recorded(mpi_tmp_path, train, comm)
     ms.torch.use()
     dist.init_process_group("mpi")
     try:
-        assert first_difference(folder, lambda ranks: train(ranks, wrapped=True), comm) is None
-        found = first_difference(folder, train, comm)
+        assert first_difference(mpi_tmp_path, lambda ranks: train(ranks, wrapped=True), comm) is None
+        found = first_difference(mpi_tmp_path, train, comm)
         assert found is not None
         assert (found.step, found.operation) == (1, "gradient of 0.weight"), str(found)
         assert "DistributedDataParallel" in str(found)
@@ -169,7 +157,32 @@ def test_distributed_data_parallel(folder):
 
 
 @pytest.mark.ranks(2)
-def test_models_of_which_one_reads_the_others_outputs(folder):
+def test_inputs_that_require_gradients(mpi_tmp_path):
+    """They are rows as all others, although a model may have computed such tensors."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+
+    def train(ranks, seed=0):
+        torch.manual_seed(0)
+        model, rows = nn.Linear(4, 1), np.random.default_rng(0).normal(size=(96, 4)).astype(np.float32)
+        with ms.MultiWorkerMirroredStrategy(comm=ranks) as strategy:
+            with strategy.scope():
+                _, optimizer = ms.torch.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
+
+            for batch in np.random.default_rng(seed).permutation(rows).reshape(STEPS, ranks.size, -1, 4):
+                optimizer.zero_grad()
+                model(torch.tensor(batch[ranks.rank], requires_grad=True)).square().mean().backward()
+                optimizer.step()
+
+    recorded(mpi_tmp_path, train, comm)
+    assert first_difference(mpi_tmp_path, train, comm) is None
+    found = first_difference(mpi_tmp_path, lambda ranks: train(ranks, 1), comm)
+    assert found is not None and (found.step, found.operation) == (1, "input"), str(found)
+
+
+@pytest.mark.ranks(2)
+def test_models_of_which_one_reads_the_others_outputs(mpi_tmp_path):
     """Computed rows differ by rounding, so they are no input to look up; a fault is named nevertheless."""
     from mpi4py import MPI
 
@@ -199,8 +212,8 @@ def test_models_of_which_one_reads_the_others_outputs(folder):
             for batch in strategy.distribute_dataset(ms.data.from_arrays(tuple(rows)).batch(16)):
                 strategy.run(step, args=batch)
 
-    recorded(folder, train, comm)
-    assert first_difference(folder, train, comm) is None
-    found = first_difference(folder, lambda ranks: train(ranks, 0.11), comm)
+    recorded(mpi_tmp_path, train, comm)
+    assert first_difference(mpi_tmp_path, train, comm) is None
+    found = first_difference(mpi_tmp_path, lambda ranks: train(ranks, 0.11), comm)
     assert found is not None
     assert (found.step, found.operation) == (2, "parameter 0.weight after the update"), str(found)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import mpistrat as ms
-from tests.harness.shadow_programs import Net, first_difference, recorded
+from tests.harness.shadow_programs import Net, expect_faults, first_difference, recorded
 
 # fault: the step, the ranks ("all", "last", or "first" for those with other rows), the operation, and words of the text
 FAULTS = {
@@ -23,13 +23,6 @@ FAULTS = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path_factory):
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD.bcast(str(tmp_path_factory.mktemp("shadow")))
-
-
 def _long_net():
     """Return the seed of a program whose steps have rows for each rank, and whose optimizer sums them."""
     nets = (Net(seed) for seed in range(200))
@@ -37,62 +30,56 @@ def _long_net():
 
 
 @pytest.mark.ranks(3)
-def test_each_fault_is_named_by_its_step_rank_and_tensor(folder):
+def test_each_fault_is_named_by_its_step_rank_and_tensor(mpi_tmp_path):
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
     seed = _long_net()
-    recorded(folder, Net(seed), comm)
-    assert first_difference(folder, Net(seed), comm) is None
-    for fault, (step, ranks, operation, words) in FAULTS.items():
-        found = first_difference(folder, Net(seed, fault), comm)
-        assert found is not None, fault
-        assert (found.step, found.operation) == (step, operation), (fault, str(found))
-        assert words in str(found), (fault, str(found))
-        expected = {"all": tuple(range(comm.size)), "last": (comm.size - 1,)}.get(ranks, found.ranks)
-        assert found.ranks == expected, (fault, str(found))
+    recorded(mpi_tmp_path, Net(seed), comm)
+    assert first_difference(mpi_tmp_path, Net(seed), comm) is None
+    expect_faults(mpi_tmp_path, FAULTS, lambda fault: Net(seed, fault), comm)
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_no_correct_program_differs(folder):
+def test_no_correct_program_differs(mpi_tmp_path):
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
     for seed in range(3 * comm.size, 3 * comm.size + 3):  # others on each number of ranks
-        recorded(folder, Net(seed), comm)
-        assert first_difference(folder, Net(seed), comm) is None, seed
+        recorded(mpi_tmp_path, Net(seed), comm)
+        assert first_difference(mpi_tmp_path, Net(seed), comm) is None, seed
 
 
 @pytest.mark.ranks(2)
-def test_errors_reach_all_ranks(folder, tmp_path):
+def test_errors_reach_all_ranks(mpi_tmp_path, tmp_path):
     """A folder that one rank cannot read, or whose file is cut short; a run that is recorded on two ranks."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
-    recorded(folder, Net(0), comm)
+    recorded(mpi_tmp_path, Net(0), comm)
     with pytest.raises(ValueError, match="folder: expected a recorded run, got a folder without one"):
-        first_difference(folder if comm.rank else str(tmp_path / "none"), Net(0), comm)
+        first_difference(mpi_tmp_path if comm.rank else str(tmp_path / "none"), Net(0), comm)
     if comm.rank == 0:
-        data = (Path(folder) / "step-000001.npz").read_bytes()
+        data = (Path(mpi_tmp_path) / "step-000001.npz").read_bytes()
         (tmp_path / "step-000001.npz").write_bytes(data[: len(data) // 2])
     with pytest.raises(ValueError, match="folder: expected a recorded step, got a damaged one"):
-        first_difference(folder if comm.rank else str(tmp_path), Net(0), comm)
+        first_difference(mpi_tmp_path if comm.rank else str(tmp_path), Net(0), comm)
     with pytest.raises(ValueError, match="expected one process"), ms.shadow.record(tmp_path, steps=1):
         Net(0)(comm)
     two = ms.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"])
-    with pytest.raises(ValueError, match="one replica on each rank"), ms.shadow.compare(folder):
+    with pytest.raises(ValueError, match="one replica on each rank"), ms.shadow.compare(mpi_tmp_path):
         two.run(lambda: None)
     two.close()
 
 
 @pytest.mark.ranks(2)
-def test_a_few_elements_are_enough_for_differences_of_whole_tensors(folder):
+def test_a_few_elements_are_enough_for_differences_of_whole_tensors(mpi_tmp_path):
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
     seed = _long_net()
-    recorded(folder, Net(seed), comm, elements=4)
-    assert first_difference(folder, Net(seed), comm) is None
-    found = first_difference(folder, Net(seed, "skipped"), comm)
+    recorded(mpi_tmp_path, Net(seed), comm, elements=4)
+    assert first_difference(mpi_tmp_path, Net(seed), comm) is None
+    found = first_difference(mpi_tmp_path, Net(seed, "skipped"), comm)
     assert found is not None
     assert found.ranks == (1,)
