@@ -21,6 +21,7 @@ from ...base.errors import ClusterError, CollectiveTimeoutError, ContextError, e
 from ...cluster.addresses import reachable_address
 from ...cluster.rendezvous import wait_for_ranks
 from ...cluster.topology import check_comm, given_comm, running_mpi
+from .exit import wait_for_gloo_at_exit
 from .work import torch_error
 
 __all__ = ["meet", "store_of", "use", "world"]
@@ -106,6 +107,7 @@ def meet(numbers: Mapping[str, str], timeout: timedelta) -> tuple[Any, int, int]
             "MASTER_PORT": str(port),
         }
     )
+    wait_for_gloo_at_exit()  # the group of this store may be gloo's
     rank, size = comm.rank, comm.size
     node.Free()
     comm.Free()

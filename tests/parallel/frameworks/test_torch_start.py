@@ -497,6 +497,28 @@ def test_a_process_group_loads_no_compiler_and_no_strategy(mpi_run):
     assert ended.out[0].split("\n") == ["[] [] set()", ""], str(ended)
 
 
+FREED_LATE = """
+import atexit, threading
+import torch.distributed as dist
+end = threading.Event()
+
+def free():
+    end.wait()
+    print("freed", flush=True)
+
+dist.init_process_group("gloo")
+dist.destroy_process_group()
+threading.Thread(target=free, daemon=True).start()  # like gloo's worker: Python does not wait for it
+atexit.register(end.set)
+"""
+
+
+def test_a_worker_of_gloo_has_the_lock_once_more_before_the_interpreter_ends(mpi_run):
+    """It frees the last operation late. Python would end it within a destructor, which aborts the process."""
+    ended = mpi_run(FREED_LATE, 2, timeout=100)
+    assert ended.returncode == 0 and all("freed" in out for out in ended.out), str(ended)
+
+
 @pytest.mark.parametrize("backend", ["gloo", *NAMES_OF_OURS])
 def test_a_program_without_a_word_of_this_package(mpi, tmp_path, backend):
     """On an empty environment: the gradient is the mean of 2 x 0 and 2 x 1."""
@@ -504,7 +526,7 @@ def test_a_program_without_a_word_of_this_package(mpi, tmp_path, backend):
     words = [*mpi.command(2), mpi.python, str(tmp_path / "plain.py"), backend]
     done = without_variables(words)
     lines = sorted(line for line in done.stdout.splitlines() if line and not line.startswith("[Gloo]"))
-    assert lines == [f"{rank} 2 [1.0, 1.0, 1.0, 1.0]" for rank in range(2)], done
+    assert (lines, done.returncode) == ([f"{rank} 2 [1.0, 1.0, 1.0, 1.0]" for rank in range(2)], 0), done
 
 
 def test_the_variable_switches_it_off(mpi, tmp_path):
