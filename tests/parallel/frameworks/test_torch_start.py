@@ -498,12 +498,15 @@ def test_a_process_group_loads_no_compiler_and_no_strategy(mpi_run):
 
 
 FREED_LATE = """
-import atexit, threading
+import atexit, threading, time
 import torch.distributed as dist
+import mpistrat.torch.backend.exit
+mpistrat.torch.backend.exit._FREED = 3.0  # enough on a loaded machine
 end = threading.Event()
 
 def free():
     end.wait()
+    time.sleep(0.2)
     print("freed", flush=True)
 
 dist.init_process_group("gloo")
