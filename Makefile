@@ -110,19 +110,21 @@ test-minimum: .venv-minimum/.test-$(KEY)  ## the tests of make check, and the de
 
 frameworks: .venv-frameworks/.test-$(KEY) .venv-tensorflow/.test-$(KEY)  ## the environments with PyTorch, JAX, Keras, and with TensorFlow and Keras
 
-# Keras takes its backend from the environment when it is imported: one run for each.
+# Keras takes its backend from the environment when it is imported: one run for each. What fails in a run is run once more where the
+# command AGAIN, which .ci/run gives, allows it.
+FRAMEWORK_TESTS = $(1) -m pytest $(PYTEST_ARGS) $(2)$(if $(AGAIN), || { $(AGAIN) && $(1) -m pytest --lf --lfnf=none $(2); })
+PAIRWISE = $(if $(TIER),--tier $(TIER))
 test-frameworks: frameworks  ## the tests of PyTorch, JAX, Keras and TensorFlow, with MPICH, in environments of their own; NP=2: on so many ranks only; TIER=test: pairwise
-	KERAS_BACKEND=torch .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) $(if $(TIER),--tier $(TIER)) \
+	$(call FRAMEWORK_TESTS,KERAS_BACKEND=torch .venv-frameworks/bin/python,$(PAIRWISE) \
 	  tests/parallel/frameworks tests/integration/hosts/test_frameworks.py tests/integration/hosts/test_frameworks_start.py \
-	  tests/integration/hosts/test_frameworks_horovod.py \
-	  -k "(frameworks or horovod) $(if $(NP),and (np$(NP) or hosts))"
-	KERAS_BACKEND=torch .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) $(if $(TIER),--longest 12) tests/parallel/docs -k "README or which_way or frameworks or horovod or notebook"
-	$(if $(NP)$(TIER),,.venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) tests/integration/slurm -k "torch or jax_start")
-	KERAS_BACKEND=jax .venv-frameworks/bin/python -m pytest $(PYTEST_ARGS) $(if $(TIER),--tier $(TIER)) tests/parallel/frameworks -k "test_keras $(if $(NP),and np$(NP))"
-	KERAS_BACKEND=tensorflow .venv-tensorflow/bin/python -m pytest $(PYTEST_ARGS) $(if $(TIER),--tier $(TIER)) tests/parallel/frameworks -k "test_keras $(if $(NP),and np$(NP))"
-	.venv-tensorflow/bin/python -m pytest $(PYTEST_ARGS) \
-	  tests/parallel/frameworks/test_tf_distribute.py tests/parallel/frameworks/test_tf_datasets.py \
-	  tests/single/docs/test_migrating.py tests/single/data/test_beside_tensorflow.py tests/single/data/test_tensorflow_datasets.py
+	  tests/integration/hosts/test_frameworks_horovod.py -k "(frameworks or horovod) $(if $(NP),and (np$(NP) or hosts))")
+	$(call FRAMEWORK_TESTS,KERAS_BACKEND=torch .venv-frameworks/bin/python,$(if $(TIER),--longest 12) tests/parallel/docs \
+	  -k "README or which_way or frameworks or horovod or notebook")
+	$(if $(NP)$(TIER),,$(call FRAMEWORK_TESTS,.venv-frameworks/bin/python,tests/integration/slurm -k "torch or jax_start"))
+	$(call FRAMEWORK_TESTS,KERAS_BACKEND=jax .venv-frameworks/bin/python,$(PAIRWISE) tests/parallel/frameworks -k "test_keras $(if $(NP),and np$(NP))")
+	$(call FRAMEWORK_TESTS,KERAS_BACKEND=tensorflow .venv-tensorflow/bin/python,$(PAIRWISE) tests/parallel/frameworks -k "test_keras $(if $(NP),and np$(NP))")
+	$(call FRAMEWORK_TESTS,.venv-tensorflow/bin/python,tests/parallel/frameworks/test_tf_distribute.py tests/parallel/frameworks/test_tf_datasets.py \
+	  tests/single/docs/test_migrating.py tests/single/data/test_beside_tensorflow.py tests/single/data/test_tensorflow_datasets.py)
 
 # torch.distributed and mpistrat.torch. NP=2: on so many ranks only.
 test-torch: .venv-torch-$(TORCH)/.test-$(KEY)  ## the tests of PyTorch with another version of it: make test-torch TORCH=2.5.1
