@@ -170,6 +170,34 @@ def test_a_file_that_changes_is_named(source: str, tmp_path: Path) -> None:
         iter(dataset)
 
 
+OTHERS = {"netcdf": ".h5", "netcdf_by_h5netcdf": ".grib", "tar": ".tgz", "tfrecord": ".tfrecord.gzip"}
+
+
+@pytest.mark.parametrize("where", ["", "file://"])
+@pytest.mark.parametrize("source", [name for name in WITH_FILES if not name.startswith(("zarr", "sparse"))])
+def test_other_files_of_a_folder(source: str, where: str, tmp_path: Path) -> None:
+    """Unknown endings are named in the description; compressed and similar files are an error."""
+    folder = tmp_path / "files"
+    written(source, folder)
+    (folder / "manifest.json").unlink(missing_ok=True)
+    part = last_file(folder)
+    for name in ("_SUCCESS", ".hidden", f".copy{part.suffix}", "part-7.data", "notes.txt"):
+        (folder / name).write_bytes(b"other")
+    opened = SOURCES[source].opened
+    dataset = opened(f"{where}{folder}")  # type: ignore[arg-type]
+    assert len(dataset) == ROWS
+    assert "files (left out: notes.txt, part-7.data)" in str(dataset)
+    alone = opened(f"{where}{folder}/*{part.suffix}")  # type: ignore[arg-type]
+    assert len(alone) == ROWS
+    assert "notes.txt" not in str(alone)
+    similar = OTHERS.get(source, ".nc" if part.suffix == ".h5" else ".orc")
+    for name in (f"part-8{similar}", f"PART-9{part.suffix.upper()}.ZST", f"{part.name}.gz"):
+        (folder / name).write_bytes(b"other")
+        with pytest.raises(ShardError, match=f"{name}: expected a file with an ending that is read .*by a pattern"):
+            len(opened(f"{where}{folder}"))  # type: ignore[arg-type]
+        (folder / name).unlink()
+
+
 def test_no_file_is_an_error(source: str, tmp_path: Path) -> None:
     with pytest.raises(ShardError, match="gone"):
         len(SOURCES[source].opened(tmp_path / "gone"))

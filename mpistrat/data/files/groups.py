@@ -13,11 +13,11 @@ from ...base import nest
 from ...base.text import counted
 from ..nodes.samples import FileSamples
 from ..nodes.sources import short_digest
-from ..shards.files import OTHER_SUFFIXES, PathLike, is_hdf5, natural_key
+from ..shards.files import OTHER_SUFFIXES, SUFFIXES, PathLike, natural_key
 from ..shards.objects import Refused, Unreadable, check_filters, field_of, find, find_group
 from ..spec import ArraySpec
 from .handles import open_hdf5_files
-from .inputs import Fields, input_files, left_out_words, names_in, structure_of
+from .inputs import Fields, input_files, left_out_words, names_in, other_files_words, structure_of
 from .stored import StoredHDF5
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ class GroupSamples(FileSamples):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self._structure = structure_of("from_groups", "fields", fields)
-        paths, shared = input_files("from_groups", files, is_hdf5, options, OTHER_SUFFIXES), open_hdf5_files()
+        paths, self._other_files = input_files("from_groups", files, SUFFIXES, options, OTHER_SUFFIXES)
+        shared = open_hdf5_files()
         self._files = [StoredHDF5("from_groups", path, shared) for path in paths]
         self._samples: list[tuple[int, str]] = []  # the file and the name of each group
         self._names = names_in(self._structure) if self._structure is not None else []
@@ -108,7 +109,9 @@ class GroupSamples(FileSamples):
     def describe(self) -> str:
         fields = ", ".join(f"{name} {spec}" for name, spec in self._specs.items())
         others = [f"{name} ({why})" for name, why in self._left_out.items()]
-        where = f"{counted(len(self._files), 'file')} in {self._files[0].path.parent}"
+        where = (
+            f"{counted(len(self._files), 'file')} in {self._files[0].path.parent}{other_files_words(self._other_files)}"
+        )
         return f"from_groups: {where}, {counted(len(self), 'sample')} of {fields}{left_out_words(others)}"
 
 

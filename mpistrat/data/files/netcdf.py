@@ -20,13 +20,15 @@ from ..shards.files import PathLike
 from ..shards.objects import Refused, check_filters, find
 from ..spec import ArraySpec, stacked_nbytes
 from .handles import DAMAGED, ShardFile, open_hdf5
-from .inputs import Fields, input_files, left_out_words, names_in, structure_of
+from .inputs import Fields, input_files, left_out_words, names_in, other_files_words, structure_of
 from .remote import RemotePath, StoredPath, refuse_url
 from .units import FieldFiles, StoredField
 
 __all__ = ["NetCDFFiles"]
 
 _FUNCTION = "from_netcdf"
+_ENDINGS = (".nc", ".nc4", ".cdf")
+_OTHER_ENDINGS = (".h5", ".hdf5", ".hdf", ".he5", ".nc3", ".netcdf", ".cdf5", ".grib", ".grb", ".grib2")
 _INSTALL = 'pip install "mpistrat[netcdf]"'
 _UNIT_BYTES = 1 << 20  # that are read at once
 _TEXT_BYTES = 1 << 10  # that a row of text, whose length is not known, is taken for
@@ -310,7 +312,7 @@ class NetCDFFiles(FieldFiles):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.structure = structure_of(_FUNCTION, "fields", fields)
-        paths = input_files(_FUNCTION, files, lambda path: path.suffix.lower() in (".nc", ".nc4", ".cdf"), options)
+        paths, self._other_files = input_files(_FUNCTION, files, _ENDINGS, options, _OTHER_ENDINGS)
         self._files = [_NetCDFFile(path, decode_times) for path in paths]
         names = None if self.structure is None else [name.strip("/") for name in names_in(self.structure)]
         self._dimension = self._sample_dimension(names) if dimension is None else dimension
@@ -401,6 +403,7 @@ class NetCDFFiles(FieldFiles):
     def describe(self) -> str:
         paths = [file.status.path for file in self._files]
         where = str(paths[0]) if len(paths) == 1 else f"{counted(len(paths), 'file')} in {paths[0].parent}"
+        where += other_files_words(self._other_files)
         fields = ", ".join(f"{name} {field.spec}" for name, field in self.fields.items())
         rows = len(next(iter(self.fields.values())))
         others = left_out_words(f"{name} ({why})" for name, why in self.left_out.items())

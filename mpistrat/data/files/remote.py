@@ -497,11 +497,16 @@ def listed_files(system: Any, url: str, name: str, *, deep: bool) -> tuple[str, 
 
 
 def remote_files(path: RemotePath, wanted: Callable[[RemotePath], bool]) -> list[RemotePath]:
-    """Return the files of an address: those that a pattern names, the wanted ones of a folder, or the one file."""
+    """Return the files of an address: those that a pattern names, the wanted ones of a folder, or the one file.
+
+    Hidden files are left out, unless the pattern begins with a dot.
+    """
     system, name = path.system()
     with naming(path.function, str(path), "files that can be read"):
         kind, found = listed_files(system, str(path), name, deep=False)
     if kind == "file":
         return [path]
     files = [path.at(str(system.unstrip_protocol(each))) for each in found]
+    if not path.name.startswith("."):  # as glob
+        files = [file for file in files if not file.name.startswith(".")]
     return files if kind == "pattern" else list(filter(wanted, files))

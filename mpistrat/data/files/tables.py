@@ -29,7 +29,7 @@ from ..spec import ArraySpec, row_nbytes
 from ..stats import StageStats
 from .columns import UnfitColumn, column_of, column_spec, kind_of, outer_column, to_numpy
 from .handles import ShardFile
-from .inputs import Fields, input_files, left_out_words, names_in, structure_of
+from .inputs import Fields, InputFiles, input_files, left_out_words, names_in, other_files_words, structure_of
 from .remote import RemotePath, StoredPath, opened_to_scan
 from .units import empty_rows, place_rows
 
@@ -37,6 +37,7 @@ __all__ = ["FORMATS", "TableRows", "table_paths"]
 
 _KEPT = 1 << 26  # minimum cache of units, in bytes
 _ENDS = 1 << 16  # bytes at a file's end that ranks compare
+_OTHER_ENDINGS = (".tsv", ".psv", ".orc", ".avro", ".arrows", ".xlsx", ".json.gz", ".json.zst")  # of other tables
 
 
 def _pyarrow(module: str) -> Any:
@@ -134,28 +135,29 @@ _error = functools.partial(shard_error, function="from_tables")
 
 def table_paths(
     files: PathLike | Sequence[PathLike], format: str | None, options: Mapping[str, Any] | None = None
-) -> tuple[list[StoredPath], str]:
+) -> tuple[InputFiles, str]:
     """Return the files that a path, a directory, a pattern or a list of paths names, and their format.
 
     Raises:
-        ShardError: no file exists.
+        ShardError: no file exists, or a directory also has tables that are not read.
         ValueError: the file names do not show one format.
     """
     if format is not None and format not in FORMATS:
         expected = f"None or one of {', '.join(FORMATS)}"
         raise ValueError(explain("from_tables", "format", expected=expected, got=repr(format)))
     wanted = [format] if format is not None else list(FORMATS)
-    paths = input_files("from_tables", files, lambda path: _format_of(path) in wanted, options)
+    endings = tuple(ending for name in wanted for ending in FORMATS[name][0])
+    chosen = input_files("from_tables", files, endings, options, _OTHER_ENDINGS)
+    paths = chosen.paths
     found = {format} if format is not None else {_format_of(path) for path in paths}
     (one,) = found if len(found) == 1 else (None,)
     if one is None:
-        endings = ", ".join(ending for endings, _ in FORMATS.values() for ending in endings)
         expected, got = (
-            f"files of one format, whose names end in {endings}",
+            f"files of one format, whose names end in {', '.join(endings)}",
             shortened([str(path) for path in paths], 3),
         )
         raise ValueError(explain("from_tables", "files", expected=expected, got=got, remedy="Or pass format=."))
-    return paths, one
+    return chosen, one
 
 
 def _format_of(path: StoredPath) -> str | None:
@@ -225,7 +227,7 @@ class TableRows(InputRows):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self._structure = structure_of("from_tables", "columns", columns)
-        self._paths, self._format = table_paths(files, format, options)
+        (self._paths, self._other_files), self._format = table_paths(files, format, options)
         self._lock = threading.Lock()
         self._kept = LastRead[dict[str, NDArray[Any]]](_KEPT)
         self._buffers = RowBuffers()
@@ -335,6 +337,8 @@ class TableRows(InputRows):
         opened, count = self._open(), len(self._paths)
         fields = ", ".join(f"{name} {spec}" for name, spec in opened.specs.items())
         others = [f"{name} ({why})" for name, why in opened.left_out.items()]
-        where = f"{counted(count, f'{self._format} file')} in {self._paths[0].parent}"
+        where = (
+            f"{counted(count, f'{self._format} file')} in {self._paths[0].parent}{other_files_words(self._other_files)}"
+        )
         units = counted(len(opened.units), "unit")
         return f"from_tables: {where}, {opened.starts[-1]} rows in {units} of {fields}{left_out_words(others)}"

@@ -19,14 +19,14 @@ from ..nodes.samples import FileSamples
 from ..shards.files import PathLike
 from .decoders import Decoder, check_used, checked_decoders, decoder_of, keys_of
 from .handles import ShardFile
-from .inputs import Fields, input_files, left_out_words, names_in, structure_of
+from .inputs import Fields, input_files, left_out_words, names_in, other_files_words, structure_of
 from .remote import StoredPath, opened_to_scan
 from .stored import StoredBytes
 
 __all__ = ["TarSamples"]
 
 _KEY = "__key__"
-_COMPRESSED = (".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst", ".tar.lz4")
+_COMPRESSED = (".tgz", ".tbz", ".tbz2", ".txz", ".tzst")
 _BLOCK = 512
 _SCANNED = 1 << 20  # bytes after the end of an archive that are read together
 _META = re.compile(r"__[^/]*__($|/)")  # members about the archive, which WebDataset leaves out too
@@ -125,7 +125,7 @@ class TarSamples(FileSamples):
         self._structure = structure_of("from_tar", "fields", fields)
         given = checked_decoders("from_tar", decode or {})
         chosen = {_extension(name): decoder for name, decoder in given.items()}
-        paths = input_files("from_tar", files, lambda path: path.suffix.lower() == ".tar", options, _COMPRESSED)
+        paths, self._other_files = input_files("from_tar", files, (".tar",), options, _COMPRESSED)
         self._bytes = StoredBytes("from_tar", [ShardFile.of(path, "from_tar") for path in paths])
         self._names: list[str] = []
         self._left_out: set[str] = set()
@@ -188,6 +188,6 @@ class TarSamples(FileSamples):
 
     def describe(self) -> str:
         paths = self._bytes.paths
-        where = f"{counted(len(paths), 'tar file')} in {paths[0].parent}"
+        where = f"{counted(len(paths), 'tar file')} in {paths[0].parent}{other_files_words(self._other_files)}"
         fields = f"{', '.join(self._names) or _KEY}{left_out_words(sorted(self._left_out))}"
         return f"from_tar: {where}, {counted(len(self), 'sample')} of {fields}"

@@ -21,7 +21,7 @@ from ..spec import ArraySpec, spec_of_element
 from .decoders import Decoder, check_used, checked_decoders
 from .examples import features_of, required
 from .handles import ShardFile
-from .inputs import Fields, input_files, left_out_words, names_in, structure_of
+from .inputs import Fields, input_files, left_out_words, names_in, other_files_words, structure_of
 from .remote import StoredPath, opened_to_scan
 from .stored import StoredBytes
 
@@ -30,7 +30,6 @@ __all__ = ["Features", "RecordSamples"]
 Features = Fields | Mapping[str, ArraySpec]
 
 _ENDINGS = (".tfrecord", ".tfrecords", ".tfrec")
-_COMPRESSED = tuple(ending + packed for ending in _ENDINGS for packed in (".gz", ".gzip", ".zlib"))
 _HEADER, _CHECKSUM = (
     struct.Struct("<QI"),
     struct.Struct("<I"),
@@ -88,9 +87,7 @@ class RecordSamples(FileSamples):
     ) -> None:  # fmt: skip
         self._decoders = checked_decoders("from_tfrecord", decode or {})
         self._specs, names = _specs_and_names(features)
-        paths = input_files(
-            "from_tfrecord", files, lambda path: path.name.lower().endswith(_ENDINGS), options, _COMPRESSED
-        )
+        paths, self._other_files = input_files("from_tfrecord", files, _ENDINGS, options)
         self._bytes = StoredBytes("from_tfrecord", [ShardFile.of(path, "from_tfrecord") for path in paths])
         self._files, self._places = array("q"), array("q")
         for number, path in enumerate(paths):
@@ -181,7 +178,7 @@ class RecordSamples(FileSamples):
     def describe(self) -> str:
         paths = self._bytes.paths
         fields = [f"{name} {self._specs.get(name, '')}".strip() for name in self._names]
-        where = f"{counted(len(paths), 'TFRecord file')} in {paths[0].parent}"
+        where = f"{counted(len(paths), 'TFRecord file')} in {paths[0].parent}{other_files_words(self._other_files)}"
         return f"from_tfrecord: {where}, {counted(len(self), 'record')} of {', '.join(fields)}{left_out_words(self._left_out)}"
 
 

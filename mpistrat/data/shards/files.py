@@ -22,14 +22,15 @@ from .manifest import Field, Manifest, ShardEntry, read_manifest
 
 __all__ = [
     "OTHER_SUFFIXES",
+    "SUFFIXES",
     "FileSet",
     "PathLike",
     "check_ends",
     "is_hdf5",
     "is_small",
+    "left_out_files",
     "manifest_path",
     "natural_key",
-    "refuse_endings",
     "remember_whole",
     "resolve",
     "set_pattern",
@@ -39,18 +40,24 @@ PathLike = Union[str, "os.PathLike[str]"]
 
 MANIFEST = "manifest.json"
 _FUNCTION = "HDF5Dataset"
-_SUFFIXES = (".h5", ".hdf5")
+SUFFIXES = (".h5", ".hdf5")
 #: Endings of other HDF5 files, which a folder is not searched for.
 OTHER_SUFFIXES = (".h5ad", ".h5mu", ".hdf", ".hd5", ".he5", ".loom", ".nc", ".nc4", ".cool", ".mcool")
+_PACKED = ("", ".gz", ".gzip", ".zlib", ".bz2", ".xz", ".zst", ".lz4", ".zip")  # endings of compressed files
 
 
 @dataclass(frozen=True)
 class FileSet:
-    """Files in order, each with its manifest entry if any, and the fields of the set's manifest."""
+    """Files in order, each with its manifest entry if any, and the fields of the set's manifest.
+
+    Attributes:
+        left_out: the names of files of the folder that are not read.
+    """
 
     paths: tuple[StoredPath, ...]
     entries: tuple[ShardEntry | None, ...]
     fields: dict[str, Field] | None
+    left_out: tuple[str, ...] = ()
 
     def absolute(self) -> FileSet:
         """Return the same files with absolute paths, which stay valid if the program changes its directory."""
@@ -141,7 +148,7 @@ def natural_key(path: StoredPath) -> tuple[object, ...]:
 
 def is_hdf5(path: StoredPath) -> bool:
     """Return True if a file has the suffix of an HDF5 file, in any case."""
-    return path.suffix.lower() in _SUFFIXES
+    return path.suffix.lower() in SUFFIXES
 
 
 def manifest_path(pattern: Path) -> Path:
@@ -181,27 +188,57 @@ def _directory(directory: Path) -> FileSet:
     manifests = sorted(path for path in found if path.name.endswith(MANIFEST))
     if found and not paths and not manifests:
         raise _without_hdf5(directory, found)
-    if not manifests:
-        refuse_endings(_FUNCTION, found, OTHER_SUFFIXES)
-    return _listed_or_promised(directory, paths, manifests)
+    return _listed_or_promised(directory, paths, manifests, [path for path in found if path.is_file()])
 
 
-def refuse_endings(function: str, found: Iterable[StoredPath], endings: tuple[str, ...]) -> None:
-    """Raise for a file of a folder with one of some endings: leaving it out would lose rows silently."""
+def left_out_files(
+    function: str, found: Iterable[StoredPath], endings: tuple[str, ...], others: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Return the names of the files of a folder that are not read, without hidden ones and marks such as `_SUCCESS`.
+
+    Args:
+        function: the name for errors.
+        found: the files of the folder.
+        endings: those of the files that are read.
+        others: those of similar files that are not read.
+
+    Raises:
+        ShardError: for a file with one of the other endings, or a compressed one: leaving it out would lose rows silently.
+    """
+    with_rows = tuple(ending + packed for ending in (*endings, *others) for packed in _PACKED)
+    names = []
     for path in found:
-        if path.name.lower().endswith(endings) and not path.name.startswith("."):
+        name = path.name.lower()
+        if name.endswith(endings) or name.startswith((".", "_")):
+            continue
+        if name.endswith(with_rows):
             expected, got = "a file with an ending that is read from a folder", f"{path.name} next to such files"
             raise shard_error(path, expected, got, "Name the files that you mean, by a pattern or a list.", function)
+        names.append(path.name)
+    return tuple(sorted(names))
 
 
-def _listed_or_promised(directory: StoredPath, paths: Sequence[StoredPath], manifests: Sequence[StoredPath]) -> FileSet:
-    """Return the files of a directory, in the order of its manifest if it has one."""
+def _listed_or_promised(
+    directory: StoredPath,
+    paths: Sequence[StoredPath],
+    manifests: Sequence[StoredPath],
+    found: Sequence[StoredPath],
+) -> FileSet:
+    """Return the files of a directory, in the order of its manifest if it has one.
+
+    Args:
+        directory: for errors.
+        paths: its HDF5 files.
+        manifests: its manifests.
+        found: all its files.
+    """
     if len(manifests) > 1:
         names = ", ".join(path.name for path in manifests)
         remedy = f"Name one set, for instance {directory / (manifests[0].name[: -len(MANIFEST)] + '*.h5')}."
         raise shard_error(directory, "one set of shards", names, remedy)
     if not manifests:
-        return _listed(paths, str(directory))
+        left_out = left_out_files(_FUNCTION, found, SUFFIXES, OTHER_SUFFIXES) if paths else ()
+        return replace(_listed(paths, str(directory)), left_out=left_out)
     promised = _from_manifest(manifests[0])
     _refuse_others(paths, promised, manifests[0], str(directory))
     return promised
@@ -211,7 +248,7 @@ def _without_hdf5(directory: Path, found: Sequence[Path]) -> ShardError:
     suffixes = sorted({path.suffix for path in found if path.suffix and path.is_file()})
     got = f"files that end in {', '.join(suffixes[:5])}" if suffixes else "no such file"
     remedy = f"If they are HDF5 files, name them: {directory / ('*' + suffixes[0])}." if suffixes else ""
-    return shard_error(directory, f"files that end in {' or '.join(_SUFFIXES)}", got, remedy)
+    return shard_error(directory, f"files that end in {' or '.join(SUFFIXES)}", got, remedy)
 
 
 def _pattern(pattern: str) -> FileSet:
@@ -293,9 +330,7 @@ def _remote(url: RemotePath) -> FileSet:
 
     found = sorted(remote_files(url, wanted), key=natural_key)
     manifests = [path for path in found if path.name.endswith(MANIFEST)]
-    if found and not manifests:
-        refuse_endings(_FUNCTION, others, OTHER_SUFFIXES)
-    return _listed_or_promised(url, [path for path in found if path not in manifests], manifests)
+    return _listed_or_promised(url, [path for path in found if path not in manifests], manifests, others)
 
 
 def _mode(path: Path) -> int | None:
