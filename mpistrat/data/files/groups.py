@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -56,8 +55,8 @@ class GroupSamples(FileSamples):
         self._specs: dict[str, ArraySpec] = {}
         for number, file in enumerate(self._files):
             with file.open(within or "") as opened:
-                for name in _group_names(opened, within):
-                    self._add(number, name, opened[name])
+                for name, group in _groups(opened, within):
+                    self._add(number, name, group)
         if self._structure is None:
             self._structure = {name: name for name in self._names}
         self.element_spec = nest.map_structure(self._specs.__getitem__, self._structure) if self._samples else None
@@ -77,7 +76,7 @@ class GroupSamples(FileSamples):
         """Return an iterator over the names of the datasets of a sample; note why others are left out."""
         found: list[str] = []
         group.visit(found.append)
-        for name in sorted(found, key=lambda name: natural_key(Path(name))):
+        for name in sorted(found, key=natural_key):
             if find(group, name) is None:
                 continue
             try:
@@ -93,8 +92,7 @@ class GroupSamples(FileSamples):
     def __getitem__(self, row: int) -> Any:
         number, name = self._samples[row]
         with self._files[number].open(name) as opened:
-            group = opened[name]
-            found = {field: _value(group, field, self._specs[field]) for field in self._names}
+            found = {field: _value(opened, name, field, self._specs[field]) for field in self._names}
         return nest.map_structure(found.__getitem__, self._structure)
 
     def check(self) -> None:
@@ -115,16 +113,18 @@ class GroupSamples(FileSamples):
         return f"from_groups: {where}, {counted(len(self), 'sample')} of {fields}{left_out_words(others)}"
 
 
-def _group_names(file: h5py.File, within: str | None) -> list[str]:
-    """Return the names of the groups that are samples, in natural order; the whole file for None."""
+def _groups(file: h5py.File, within: str | None) -> Iterator[tuple[str, h5py.Group]]:
+    """Yield the names and the groups that are samples, in natural order; the whole file for None."""
     if within is None:
-        return ["/"]
+        yield "/", file
+        return
     group = find_group(file, within)
     if group is None:
         raise Refused("no such group")
-    names = sorted(group, key=lambda name: natural_key(Path(name)))
-    full = [f"{group.name.rstrip('/')}/{name}" for name in names]
-    return [name for name in full if find_group(file, name) is not None]
+    prefix = group.name.rstrip("/")
+    for name in sorted(group, key=natural_key):
+        if (found := find_group(group, name)) is not None:
+            yield f"{prefix}/{name}", found
 
 
 def _spec(group: h5py.Group, field: str) -> ArraySpec:
@@ -135,14 +135,15 @@ def _spec(group: h5py.Group, field: str) -> ArraySpec:
         array = np.asarray(value)
         return ArraySpec(array.shape, object if array.dtype.kind in "OSU" else array.dtype)
     dataset = find(group, field)
-    if dataset is None or dataset.shape is None:
+    shape = None if dataset is None else dataset.shape
+    if dataset is None or shape is None:
         raise Refused("no such dataset")
     check_filters(dataset)
-    if dataset.shape:
+    if shape:
         found = field_of(dataset)
         if None in found.shape or (found.dtype == object):
             raise Unreadable("text, or rows of varying length, in one sample")
-        return ArraySpec((len(dataset), *found.shape), found.dtype.newbyteorder("="))
+        return ArraySpec((shape[0], *found.shape), found.dtype.newbyteorder("="))
     text = dataset.dtype == object
     return ArraySpec((), object if text else dataset.dtype.newbyteorder("="))
 
@@ -155,13 +156,17 @@ def _merged(where: str, known: ArraySpec, spec: ArraySpec) -> ArraySpec:
     return ArraySpec(tuple(same), spec.dtype)
 
 
-def _value(group: h5py.Group, field: str, spec: ArraySpec) -> Any:
+def _value(file: h5py.File, sample: str, field: str, spec: ArraySpec) -> Any:
+    """Return a field of a sample, whose links were checked when the file was opened first."""
+    import h5py
+
     if field.startswith(_ATTRIBUTE):
-        value = group.attrs[field.removeprefix(_ATTRIBUTE)]
+        value = file[sample].attrs[field.removeprefix(_ATTRIBUTE)]
         return value.decode() if isinstance(value, bytes) else value
-    dataset = find(group, field)
-    if dataset is None:
-        raise Refused(f"no dataset {field}")
+    dataset = h5py.h5o.open(file.id, f"{sample}/{field}".encode(errors="surrogateescape"))
     if spec.dtype == object:
-        return dataset.asstr()[()]
-    return dataset[()].astype(spec.dtype, copy=False)
+        return h5py.Dataset(dataset, readonly=True).asstr()[()]
+    dtype = dataset.dtype
+    values = np.zeros(dataset.shape, dtype)
+    dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, values, h5py.h5t.py_create(dtype))  # as h5py's Dataset, whose checks take as long again
+    return values[()].astype(spec.dtype, copy=False)

@@ -141,7 +141,7 @@ def check_ends(path: StoredPath, entry: ShardEntry | None) -> None:
         raise shard_error(path, f"digest {entry.ends} of the first and last 64 KiB (manifest)", found, _REMEDY)
 
 
-def natural_key(path: StoredPath) -> tuple[object, ...]:
+def natural_key(path: StoredPath | str) -> tuple[object, ...]:
     """Return a sort key that puts part-2 before part-10."""
     return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", str(path)))
 
