@@ -144,8 +144,8 @@ def _spec(group: h5py.Group, field: str) -> ArraySpec:
         if None in found.shape or (found.dtype == object):
             raise Unreadable("text, or rows of varying length, in one sample")
         return ArraySpec((shape[0], *found.shape), found.dtype.newbyteorder("="))
-    text = dataset.dtype == object
-    return ArraySpec((), object if text else dataset.dtype.newbyteorder("="))
+    dtype, more = dataset.dtype.subdtype or (dataset.dtype, ())  # an array in the one element
+    return ArraySpec(more, object if dtype == object else dtype.newbyteorder("="))
 
 
 def _merged(where: str, known: ArraySpec, spec: ArraySpec) -> ArraySpec:

@@ -50,6 +50,29 @@ def test_groups_in_natural_order(path: Path) -> None:
     assert "left out: language (text" in str(dataset)
 
 
+def test_values_of_all_types_are_those_of_h5py(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for number in range(2):
+            group = file.create_group(f"s/{number}")
+            group["swapped"], group["flags"] = np.arange(3, dtype=">i4") + number, np.array([True, False])
+            group["members"] = np.array([([1, 2], number)], [("a", ">f4", (2,)), ("b", "i1")])
+            array = np.dtype(("i4", (3,)))
+            group.create_dataset("arrays", (2,), array)[...] = np.arange(6).reshape(2, 3) + number
+            group.create_dataset("one array", (), array)[()] = [7, 8, number]
+            group["texts"], group["text"], group["none"] = np.array([b"ab", b"c"]), "größe", np.zeros((0, 4))
+            group.create_dataset("unwritten", (5,), "f4", chunks=(2,), fillvalue=number)
+            group["half"], group["sub/größe"] = np.float16(number), np.complex64([1j, number])
+            group["kind"] = np.zeros((), h5py.enum_dtype({"a": 0, "b": 1}, "i2"))
+        for number, sample in enumerate(from_groups(tmp_path / "a.h5", within="s")):
+            assert len(sample) == 12
+            for name, value in sample.items():
+                stored = file[f"s/{number}/{name}"]
+                expected = stored.asstr()[()] if name == "text" else stored[()]
+                np.testing.assert_array_equal(value, expected)
+                if name != "text":
+                    assert np.asarray(value).dtype == expected.dtype.newbyteorder("=")
+
+
 def test_batches_of_other_lengths(path: Path) -> None:
     dataset = from_groups(path, ("obs/joints", "@num_samples", "@task"), within="data")
     joints, length, task = dataset.padded_batch(3).element(0, 1)
