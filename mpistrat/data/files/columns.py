@@ -128,7 +128,9 @@ def to_numpy(column: Any, spec: ArraySpec) -> NDArray[Any]:
     """
     import pyarrow
 
-    array = column.combine_chunks() if isinstance(column, pyarrow.ChunkedArray) else column
+    array = column
+    if isinstance(column, pyarrow.ChunkedArray):  # one chunk is not copied
+        array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     if isinstance(array, pyarrow.ChunkedArray):  # of no chunk, or too large for one
         array = pyarrow.concat_arrays(array.chunks) if array.num_chunks else pyarrow.array([], array.type)
     if pyarrow.types.is_dictionary(array.type):

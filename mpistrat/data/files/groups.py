@@ -145,7 +145,7 @@ def _spec(group: h5py.Group, field: str) -> ArraySpec:
             raise Unreadable("text, or rows of varying length, in one sample")
         return ArraySpec((shape[0], *found.shape), found.dtype.newbyteorder("="))
     dtype, more = dataset.dtype.subdtype or (dataset.dtype, ())  # an array in the one element
-    return ArraySpec(more, object if dtype == object else dtype.newbyteorder("="))
+    return ArraySpec(more, object if dtype.hasobject else dtype.newbyteorder("="))
 
 
 def _merged(where: str, known: ArraySpec, spec: ArraySpec) -> ArraySpec:
@@ -168,5 +168,6 @@ def _value(file: h5py.File, sample: str, field: str, spec: ArraySpec) -> Any:
         return h5py.Dataset(dataset, readonly=True).asstr()[()]
     dtype = dataset.dtype
     values = np.zeros(dataset.shape, dtype)
-    dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, values, h5py.h5t.py_create(dtype))  # as h5py's Dataset, whose checks take as long again
+    # As h5py's Dataset reads, without its checks, which take as long.
+    dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, values, h5py.h5t.py_create(dtype))
     return values[()].astype(spec.dtype, copy=False)

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from ...base.errors import ClosedError, LayoutError, MissingDependencyError, ShardError, explain, shard_error
 from ...cluster.topology import running_mpi
+from ..buffers import LastRead
+from .remote import ReadAhead, RemoteRanges, StoredPath
 
 if TYPE_CHECKING:
     import h5py
 
-    from .remote import RemoteRanges, StoredPath
 
 __all__ = [
     "DAMAGED",
@@ -39,6 +40,7 @@ _LOCKED = (errno.EAGAIN, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _FORBIDDEN = (errno.EACCES, errno.EPERM)
 _KEPT_OPEN = 128  # most files kept open: sets may have more files than a process may open
 _KEPT_OPEN_BY_MPI = 32  # each uses two of MPICH's 2048 communicators, and MPICH 4.0 crashes without a free one
+_KEPT_AHEAD = 1 << 25  # bytes of remote files that are read ahead
 _PATIENCE = 10.0  # seconds that the end of MPI waits for running reads
 
 
@@ -238,14 +240,13 @@ class Descriptor:
 
 def open_bytes() -> OpenFiles[Descriptor | RemoteRanges]:
     """Return files that are read as bytes."""
+    kept, ahead = LastRead[bytes](_KEPT_AHEAD), dict[StoredPath, ReadAhead]()
 
     def opener(file: ShardFile) -> Descriptor | RemoteRanges:
         if isinstance(file.path, Path):
             return Descriptor(file)
-        from .remote import RemoteRanges
-
         file.check()
-        return RemoteRanges(file.path, file.bytes)
+        return RemoteRanges(file.path, file.bytes, ahead.setdefault(file.path, ReadAhead(kept)))
 
     return OpenFiles(opener)
 

@@ -9,7 +9,9 @@ import io
 import os
 import re
 import stat
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from ...base.lazy import load_optional
 from ..buffers import LastRead
 
 __all__ = [
+    "ReadAhead",
     "RemoteFile",
     "RemotePath",
     "RemoteStream",
@@ -45,6 +48,9 @@ _PAUSE = 1.0  # seconds before the second attempt
 _BLOCK = 1 << 18  # bytes of a block that a stream keeps
 _SCANNED = 1 << 22  # bytes of a block where the whole file may be read
 _KEPT = 1 << 24  # bytes of blocks that a stream keeps
+_RUNS = 8  # places of a file that are read ahead from at the same time, such as those of several datasets
+_GROWTH = 4  # of successive reads
+_GAP = 1 << 16  # bytes between two reads that are successive
 _VERSIONS = ("ETag", "etag", "Last-Modified", "LastModified", "last_modified", "mtime", "created", "md5")
 _INSTALL = 'pip install "mpistrat[remote]"'
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)  # errors that a retry meets again
@@ -319,16 +325,65 @@ class RemotePath:
 
 
 @final
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """The last read of successive ones: its bytes in the file, and their number if there was one before; else 0."""
+
+    first: int
+    stop: int
+    size: int
+
+
+@final
+class ReadAhead:
+    """Reads of a file by requests that grow from the third one of successive reads on. Thread-safe.
+
+    Args:
+        kept: the bytes that were read ahead, also of other files.
+    """
+
+    def __init__(self, kept: LastRead[bytes]) -> None:
+        self._kept = kept
+        self._lock = threading.Lock()
+        self._runs: deque[_Run] = deque(maxlen=_RUNS)  # most recently used last
+
+    def read(self, start: int, stop: int, fetch: Callable[[int, int], bytes]) -> bytes:
+        """Return some bytes of the file, which `fetch` reads; another thread may have read them."""
+        with self._lock:
+            for run in reversed(self._runs):
+                data = self._kept.get(run)
+                if data is not None and run.first <= start and stop <= run.stop:
+                    return data[start - run.first : stop - run.first]
+                after = run.stop if data is None else run.first + 1
+                if after <= start <= run.stop + _GAP:
+                    self._runs.remove(run)
+                    if not run.size:
+                        self._runs.append(_Run(start, stop, stop - start))
+                        break
+                    size = min(_GROWTH * max(run.size, stop - start), _SCANNED)
+                    longer = _Run(start, max(stop, start + size), size)
+                    data = fetch(longer.first, longer.stop)
+                    self._runs.append(longer)
+                    self._kept.put(longer, data, len(data))
+                    return data[: stop - start]
+            else:
+                self._runs.append(_Run(start, stop, 0))
+        return fetch(start, stop)
+
+
+@final
 class RemoteRanges:
     """Reads of parts of a remote file, where the store can only of the version that was opened.
 
     Args:
         path: the file.
         size: its bytes.
+        ahead: reads ahead; shared with others that read the file, if there are any.
     """
 
-    def __init__(self, path: RemotePath, size: int) -> None:
+    def __init__(self, path: RemotePath, size: int, ahead: ReadAhead | None = None) -> None:
         self._path, self.size = path, size
+        self._ahead = ReadAhead(LastRead(_KEPT)) if ahead is None else ahead
         system, name = path.system()
         options: dict[str, Any] = {"cache_type": "none"}
         if is_web(str(path)):
@@ -346,8 +401,11 @@ class RemoteRanges:
             ShardError: the connection breaks three times, or the file has changed.
         """
         stop = min(stop, self.size)
-        if start >= stop:
-            return b""
+        return self._ahead.read(start, stop, self._fetch) if start < stop else b""
+
+    def _fetch(self, start: int, stop: int) -> bytes:
+        """Return bytes by one request."""
+        stop = min(stop, self.size)
 
         def read() -> bytes:
             self._file.seek(start)

@@ -12,6 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, final
 
 import numpy as np
@@ -28,14 +29,16 @@ from ..shards.files import PathLike
 from ..spec import ArraySpec, row_nbytes
 from ..stats import StageStats
 from .columns import UnfitColumn, column_of, column_spec, kind_of, outer_column, to_numpy
-from .handles import ShardFile
+from .handles import OpenFiles, ShardFile
 from .inputs import Fields, InputFiles, input_files, left_out_words, names_in, other_files_words, structure_of
 from .remote import RemotePath, StoredPath, opened_to_scan
-from .units import empty_rows, place_rows
+from .units import empty_rows, place_rows, rows_of_units
 
 __all__ = ["FORMATS", "TableRows", "table_paths"]
 
 _KEPT = 1 << 26  # minimum cache of units, in bytes
+_KEPT_OPEN = 8  # files kept open: pyarrow may keep what it last read of each
+_SMALL = 1 << 16  # bytes of a block of a remote Arrow file, whose columns are divided by small headers
 _ENDS = 1 << 16  # bytes at a file's end that ranks compare
 _OTHER_ENDINGS = (".tsv", ".psv", ".orc", ".avro", ".arrows", ".xlsx", ".json.gz", ".json.zst")  # of other tables
 
@@ -44,27 +47,41 @@ def _pyarrow(module: str) -> Any:
     return load_optional(module, "from_tables", "pyarrow, which reads these files", 'pip install "mpistrat[tables]"')
 
 
-def _source(path: StoredPath, whole: bool = False) -> Any:
-    """Return an open file for pyarrow, which may be read as a whole."""
+def _source(path: StoredPath, whole: bool = False, mapped: bool = False) -> Any:
+    """Return an open file for pyarrow.
+
+    Args:
+        path: the file.
+        whole: it may be read as a whole.
+        mapped: columns are views of a memory map, if it is on this machine. Else small parts of it are read alone.
+    """
     pyarrow = _pyarrow("pyarrow")
     if isinstance(path, RemotePath):
-        return pyarrow.PythonFile(opened_to_scan(path) if whole else path.open())
-    return pyarrow.OSFile(str(path))
+        return pyarrow.PythonFile(opened_to_scan(path) if whole else path.open(block=_SMALL) if mapped else path.open())
+    return pyarrow.memory_map(str(path)) if mapped else pyarrow.OSFile(str(path))
 
 
-def _outer(schema: Any, names: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(outer_column(schema, name) for name in names))
+class _UnitReader(ABC):
+    """An open file."""
+
+    @abstractmethod
+    def read(self, unit: int) -> Any:
+        """Return the wanted columns of a unit as a pyarrow.Table."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the file."""
 
 
 class _UnitFile(ABC):
-    """One file: its schema, the rows of its units, and their tables."""
+    """One file: its schema, the rows of its units, and their reader."""
 
     schema: Any
     rows: Sequence[int]
 
     @abstractmethod
-    def read(self, unit: int, columns: list[str]) -> Any:
-        """Return some columns of a unit as a pyarrow.Table."""
+    def open(self, names: Sequence[str]) -> _UnitReader:
+        """Open it for reading some columns, or members of their structures."""
 
 
 @final
@@ -76,38 +93,81 @@ class _Parquet(_UnitFile):
         self.schema = metadata.schema.to_arrow_schema()
         self.rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
 
-    def read(self, unit: int, columns: list[str]) -> Any:
-        # Without pyarrow's threads: each rank of a node would start as many as the node has cores.
+    def open(self, names: Sequence[str]) -> _UnitReader:
+        return _ParquetReader(self._path, self._metadata, names)
+
+
+@final
+class _ParquetReader(_UnitReader):
+    def __init__(self, path: StoredPath, metadata: Any, names: Sequence[str]) -> None:
+        self._names = list(names)
+        self._source = _source(path)
         # Of a remote file the parts of a row group that lie together are one request.
-        options = {"metadata": self._metadata, "pre_buffer": isinstance(self._path, RemotePath)}
-        with _source(self._path) as source, _pyarrow("pyarrow.parquet").ParquetFile(source, **options) as file:
-            return file.read_row_group(unit, columns, use_threads=False)
+        options = {"metadata": metadata, "pre_buffer": isinstance(path, RemotePath)}
+        self._file = _pyarrow("pyarrow.parquet").ParquetFile(self._source, **options)
+
+    def read(self, unit: int) -> Any:
+        # Without pyarrow's threads: each rank of a node would start as many as the node has cores.
+        return self._file.read_row_group(unit, self._names, use_threads=False)
+
+    def close(self) -> None:
+        self._file.close()
+        self._source.close()
 
 
 @final
 class _Arrow(_UnitFile):
     def __init__(self, path: StoredPath) -> None:
         self._path = path
-        with _source(path) as source:
-            reader = _pyarrow("pyarrow").ipc.open_file(source)
-            self.schema = reader.schema
+        with _source(path, mapped=True) as source:
+            self.schema = _pyarrow("pyarrow").ipc.open_file(source).schema
+            # Of each unit only the narrowest column is read.
+            columns = range(len(self.schema))
+            narrowest = min(columns, key=lambda column: _bits(self.schema.field(column).type), default=0)
+            reader = _opened_arrow(source, self.schema, {narrowest})
             self.rows = [reader.get_batch(unit).num_rows for unit in range(reader.num_record_batches)]
 
-    def read(self, unit: int, columns: list[str]) -> Any:
-        pyarrow = _pyarrow("pyarrow")
-        with _source(self._path) as source:
-            batch = pyarrow.ipc.open_file(source).get_batch(unit)
-            return pyarrow.Table.from_batches([batch]).select(_outer(self.schema, columns))
+    def open(self, names: Sequence[str]) -> _UnitReader:
+        columns = {self.schema.get_field_index(outer_column(self.schema, name)) for name in names}
+        return _ArrowReader(self._path, self.schema, columns)
 
 
 @final
-class _Text(_UnitFile):
+class _ArrowReader(_UnitReader):
+    def __init__(self, path: StoredPath, schema: Any, columns: set[int]) -> None:
+        self._source = _source(path, mapped=True)
+        self._reader = _opened_arrow(self._source, schema, columns)
+
+    def read(self, unit: int) -> Any:
+        return _pyarrow("pyarrow").Table.from_batches([self._reader.get_batch(unit)])
+
+    def close(self) -> None:
+        self._source.close()
+
+
+def _opened_arrow(source: Any, schema: Any, columns: set[int]) -> Any:
+    """Return pyarrow's reader of some columns; without a choice it reads several times as fast."""
+    ipc, chosen = _pyarrow("pyarrow").ipc, sorted(columns) if len(columns) < len(schema) else None
+    return ipc.open_file(source, options=ipc.IpcReadOptions(use_threads=False, included_fields=chosen))
+
+
+def _bits(kind: Any) -> float:
+    """Return the bits of a value of a pyarrow type; infinite if they vary."""
+    try:
+        return int(kind.bit_width)
+    except ValueError:
+        return float("inf")
+
+
+@final
+class _Text(_UnitFile, _UnitReader):
     """A text file, which pyarrow reads as a whole with inferred column types."""
 
     def __init__(self, path: StoredPath, module: str, function: str) -> None:
         self._path, self._module, self._function = path, module, function
         table = self._table()
         self.schema, self.rows = table.schema, [table.num_rows]
+        self._columns = list(self.schema.names)
 
     def _table(self) -> Any:
         module = _pyarrow(self._module)
@@ -115,8 +175,15 @@ class _Text(_UnitFile):
         with _source(self._path, whole=True) as source, _pyarrow("pyarrow").input_stream(source, packed) as text:
             return getattr(module, self._function)(text, read_options=module.ReadOptions(use_threads=False))
 
-    def read(self, unit: int, columns: list[str]) -> Any:
-        return self._table().select(_outer(self.schema, columns))
+    def open(self, names: Sequence[str]) -> _UnitReader:
+        self._columns = list(dict.fromkeys(outer_column(self.schema, name) for name in names))
+        return self
+
+    def read(self, unit: int) -> Any:
+        return self._table().select(self._columns)
+
+    def close(self) -> None:
+        """The file is open only while it is read."""
 
 
 FORMATS: dict[str, tuple[tuple[str, ...], Any]] = {
@@ -184,6 +251,14 @@ class _OpenTables:
         self.units = [(number, unit) for number, file in enumerate(self.files) for unit in range(len(file.rows))]
         rows = [self.files[number].rows[unit] for number, unit in self.units]
         self.starts = np.concatenate(([0], np.cumsum(rows, dtype=np.int64))).astype(np.int64)
+        self._numbers = {status: number for number, status in enumerate(self.status)}
+        self.readers = OpenFiles(self._open, _KEPT_OPEN)
+
+    def _open(self, status: ShardFile) -> _UnitReader:
+        try:
+            return self.files[self._numbers[status]].open(list(self.specs))
+        except OSError as error:
+            raise _error(status.path, "a file that can be opened", str(error)) from error
 
     def _compare(self, path: StoredPath, file: _UnitFile, first: StoredPath) -> None:
         for name, spec in self.specs.items():
@@ -274,8 +349,7 @@ class TableRows(InputRows):
             raise IndexError(explain("from_tables", "rows", expected=f"rows in [0, {opened.starts[-1]})", got=got))
         out = {name: empty_rows(self._buffers, name, spec, positions.size) for name, spec in opened.specs.items()}
         units = np.searchsorted(opened.starts, positions, "right") - 1
-        for unit in np.unique(units).tolist():
-            places = np.flatnonzero(units == unit)
+        for unit, places in rows_of_units(units):
             rows = positions[places] - opened.starts[unit]
             for name, column in self._unit(opened, unit).items():
                 place_rows(column, rows, places, out[name])
@@ -294,8 +368,11 @@ class TableRows(InputRows):
         where = f"{self._paths[number]}: unit {within}"
         rows = opened.files[number].rows[within]
         try:
-            opened.status[number].check()
-            table = opened.files[number].read(within, list(opened.specs))
+            status = opened.status[number]
+            if isinstance(status.path, Path):  # a remote one is compared when it is opened, by a request
+                status.check()
+            with opened.readers.lend(status) as reader:
+                table = reader.read(within)
             columns = {name: to_numpy(column_of(table, name), spec) for name, spec in opened.specs.items()}
         except UnfitColumn as error:
             raise _error(where, "values without nulls, of one shape", str(error), error.remedy) from None

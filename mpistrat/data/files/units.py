@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 import numpy as np
@@ -19,7 +19,7 @@ from ..nodes.stage import InputRows
 from ..spec import ArraySpec, is_ragged, stacked_nbytes
 from ..stats import StageStats
 
-__all__ = ["StoredField", "FieldFiles", "FieldRows", "empty_rows", "place_rows"]
+__all__ = ["StoredField", "FieldFiles", "FieldRows", "empty_rows", "place_rows", "rows_of_units"]
 
 _KEPT = 1 << 26  # bytes of units that are kept at least, in equal parts for the fields
 _VARYING = 64  # bytes that a row of unknown size is taken for
@@ -50,6 +50,15 @@ def empty_rows(buffers: RowBuffers, name: str, spec: ArraySpec, rows: int) -> ND
         return np.empty(rows, object)
     shape = rows, *(length or 0 for length in spec.shape)
     return np.empty(shape, object) if spec.dtype.hasobject else buffers.empty(name, shape, spec.dtype)
+
+
+def rows_of_units(units: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Yield each unit, and the places of its rows, given the unit of each row."""
+    if units.size and not np.logical_or.reduce(units != units[0]):  # as of most batches in order
+        yield int(units[0]), np.arange(units.size)
+        return
+    for unit in np.unique(units).tolist():
+        yield unit, np.flatnonzero(units == unit)
 
 
 def place_rows(column: NDArray[Any], rows: NDArray[np.int64], places: NDArray[np.int64], out: NDArray[Any]) -> None:
@@ -121,8 +130,7 @@ class FieldRows(InputRows):
     def _gather(self, name: str, field: StoredField, positions: NDArray[np.int64]) -> NDArray[Any]:
         out = empty_rows(self._buffers, name, field.spec, positions.size)
         units = positions // field.unit_rows
-        for unit in np.unique(units).tolist():
-            places = np.flatnonzero(units == unit)
+        for unit, places in rows_of_units(units):
             place_rows(self._unit(name, field, unit), positions[places] - unit * field.unit_rows, places, out)
         return out
 

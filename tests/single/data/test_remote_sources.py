@@ -171,45 +171,75 @@ def test_what_is_not_there(server: RangeServer) -> None:
                 len(SOURCES[source].opened(url))
 
 
-def large(source: str, folder: Path) -> tuple[str, Callable[[str], np.ndarray]]:
-    """Write a file of 16 MB, and return its name and a reader of three rows of it."""
+LARGE: dict[str, Callable[[Any], ms.data.Dataset]] = {
+    "contiguous": lambda url: ms.data.HDF5Dataset([url], "x"),
+    "chunked": lambda url: ms.data.HDF5Dataset([url], "x"),
+    "parquet": lambda url: ms.data.from_tables(url, "x"),
+    "arrow": lambda url: ms.data.from_tables(url, "x"),
+    "groups": lambda url: ms.data.from_groups(url, "x", within="/"),
+    "netcdf": lambda url: ms.data.from_netcdf(url, "x"),
+}
+
+
+def large(source: str, folder: Path) -> tuple[str, np.ndarray]:
+    """Write a file of 16 MB, and return its name and the rows."""
     rows = np.random.default_rng(0).integers(0, 256, (4000, 4096)).astype(np.uint8)
-    where = [0, 1, 2000]
     folder.mkdir()
     if source in ("contiguous", "chunked"):
         ms.data.write_shards(folder, {"x": rows}, layout=source)
         (path,) = folder.glob("*.h5")
-        return path.name, lambda url: ms.data.HDF5Dataset([url], "x").rows(where)
-    if source == "parquet":
+        return path.name, rows
+    if source in ("parquet", "arrow"):
         pyarrow = pytest.importorskip("pyarrow")
-        table = pyarrow.table({"x": pyarrow.FixedSizeListArray.from_arrays(rows.reshape(-1), 4096)})
-        pytest.importorskip("pyarrow.parquet").write_table(
-            table, folder / "a.parquet", row_group_size=100, compression="none"
-        )
-        return "a.parquet", lambda url: ms.data.from_tables(url, "x").rows(where)
+        column = pyarrow.FixedSizeListArray.from_arrays(rows.reshape(-1), 4096)
+        if source == "parquet":
+            pytest.importorskip("pyarrow.parquet").write_table(
+                pyarrow.table({"x": column}), folder / "a.parquet", row_group_size=100, compression="none"
+            )
+        else:
+            table = pyarrow.table({"x": column, "n": np.arange(4000)})
+            with pyarrow.OSFile(str(folder / "a.arrow"), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as out:
+                out.write_table(table, max_chunksize=100)
+        return f"a.{source}", rows
     if source == "groups":
         with h5py.File(folder / "a.h5", "w") as file:
             for row in range(10):
                 file[f"{row}/x"] = rows[400 * row : 400 * row + 400]
-        return "a.h5", lambda url: ms.data.from_groups(url, "x", within="/").rows([0, 5]).reshape(800, -1)[[0, 1, 400]]
+        return "a.h5", rows.reshape(10, 400, 4096)
     netcdf = pytest.importorskip("netCDF4")
     with netcdf.Dataset(folder / "a.nc", "w") as file:
         file.createDimension("time", None)
         file.createDimension("place", 4096)
         file.createVariable("x", "u1", ("time", "place"), chunksizes=(16, 4096))[:] = rows
-    return "a.nc", lambda url: ms.data.from_netcdf(url, "x").rows(where)
+    return "a.nc", rows
 
 
-@pytest.mark.parametrize("source", ["contiguous", "chunked", "parquet", "groups", "netcdf"])
+@pytest.mark.parametrize("source", LARGE)
 def test_only_the_parts_that_are_needed(source: str, tmp_path: Path, server: RangeServer) -> None:
     """Three rows of a file of 16 MB take less than a third of its bytes, of groups two of ten; and few requests."""
-    name, rows_of = large(source, tmp_path / "remote/files")
+    name, rows = large(source, tmp_path / "remote/files")
     path = f"/files/{name}"
-    expected = np.random.default_rng(0).integers(0, 256, (4000, 4096)).astype(np.uint8)[[0, 1, 2000]]
-    np.testing.assert_array_equal(rows_of(server.url + path), expected, strict=True)
+    where = [0, 5] if source == "groups" else [0, 1, 2000]
+    np.testing.assert_array_equal(LARGE[source](server.url + path).rows(where), rows[where], strict=True)
     part = 2 if source == "groups" else 3
     assert 0 < server.sent[server.path(path)] < (tmp_path / "remote" / path[1:]).stat().st_size / part
-    assert server.gets[server.path(path)] <= 25
+    headers = 40 if source == "arrow" else 0  # of its batches, whose rows are stored nowhere else
+    assert server.gets[server.path(path)] <= 25 + headers
+
+
+@pytest.mark.parametrize("source", LARGE)
+def test_rows_in_order_are_read_ahead(source: str, tmp_path: Path, server: RangeServer) -> None:
+    """By requests that grow to 4 MiB; nearly no byte twice."""
+    name, rows = large(source, tmp_path / "remote/files")
+    dataset = LARGE[source](f"{server.url}/files/{name}")
+    assert len(dataset) == len(rows)
+    server.gets.clear()
+    server.sent.clear()
+    batches = list(dataset.batch(1 if source == "groups" else 50))
+    np.testing.assert_array_equal(np.concatenate(batches), rows, strict=True)
+    path = server.path(f"/files/{name}")
+    assert server.sent[path] < 1.25 * rows.nbytes
+    assert server.gets[path] <= 15
 
 
 @pytest.mark.parametrize("processes", [False, True])
