@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import weakref
 from collections import Counter
@@ -10,21 +9,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ..arena.layout import Receiver
 from ..base import context, log
 from ..base.errors import explain
 from ..base.limits import AT_LEAST_ZERO
-from ..comm.arrays import accumulation_dtype
-from ..variables.placement import ORDINAL_STEP, SlotsHere, Store
+from ..variables.placement import OptimizerMemory
 from ..variables.variable import Variable
+from .arena_memory import ArenaMemory
 from .begun import Begun
 from .hyperparameters import CallableRate, Rate, numbers_of, private_numbers_of
 from .rule import UpdateRule, UpdateRun
 from .schedules import LearningRateSchedule
 from .settings import changed
-from .slots import SlotStore, whole_slots
+from .slots import SlotStore
 
 if TYPE_CHECKING:
     from .device_scale import DeviceLossScale
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["OptimizerCore", "find", "known"]
 
 _ROUNDING = 1e-12  # of a schedule that ends at 0
-_ordinals = itertools.count(step=ORDINAL_STEP)
+_NO_STRATEGYS = ArenaMemory()
 _known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
@@ -84,7 +81,7 @@ class OptimizerCore:
         self._counted_from = 0  # compared: ranks count equal steps, but may set other numbers
         self._private_words = ""
         self.unsaved: frozenset[str] = frozenset()
-        self._made_in: Store | None
+        self._made_in: OptimizerMemory
         self._number: tuple[weakref.ref[Any], int] | None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -97,15 +94,11 @@ class OptimizerCore:
     def take_next_ordinal(self) -> None:
         """Register the complete optimizer for `find`, with the next ordinal."""
         placement = context.get_strategy().extended.placement if context.has_strategy() else None
-        self._made_in = None if placement is None else placement.store
+        self._made_in = _NO_STRATEGYS if placement is None else placement.optimizers
         self._number, self.taken = None, Counter()
         if placement is not None:
             self._number = weakref.ref(placement), placement.note_optimizer(self.optimizer)
-        if placement is None or placement.store is None:
-            self.take_ordinal(next(_ordinals))
-            return
-        self.take_ordinal(placement.store.next_ordinal())
-        placement.optimizers.append(self.optimizer)
+        self.take_ordinal(self._made_in.next_ordinal())
 
     def take_ordinal(self, ordinal: int) -> None:
         """Register the optimizer for `find`, with an ordinal."""
@@ -272,30 +265,17 @@ class OptimizerCore:
         return self.optimizer._slot_start()
 
     @property
-    def store(self) -> Store | None:
-        """The store of the slots, if they are not next to arenas."""
-        return self._made_in if self.strategy is None else self.strategy.extended.placement.store
+    def memory(self) -> OptimizerMemory:
+        """The memory of its slots and count: of its strategy, or of the scope in which it was made."""
+        found: OptimizerMemory = self._made_in if self.strategy is None else self.strategy.extended.placement.optimizers
+        return found
 
     def early_state(self) -> dict[str, Any]:
         """Return the state, like `get_state`, of an optimizer that has taken no step. Local."""
         slots = {name: dict(values) for name, values in self.slots.pending.items()}
         return {"iterations": self.calls, "settings": self.optimizer.get_settings(), "slots": slots}
 
-    def each_slots(self) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
-        """Yield each variable's name with its slots, as from `slots`, one variable at a time. Collective.
-
-        It includes slots of `set_state` for variables not updated since.
-        """
-        store = self.store
-        if store is not None:
-            yield from store.each_slots(self.optimizer)
-            return
-        variables = [] if self.strategy is None else self.strategy.extended.placement.variables
-        parts = {variable.name: variable.part for variable in variables}
-        for name, slots in self.slots_of_parts():
-            yield name, whole_slots(parts.get(name), slots)
-
-    def slots_of_parts(self) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+    def slots_of_parts(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield each variable's name with this rank's part of its slots, for files. Collective.
 
         Pending slots may be whole.
@@ -305,31 +285,9 @@ class OptimizerCore:
             if self.slots.stored_of(variable):
                 yield variable.name, self.slots.read(variable)
 
-    def slots_here(
-        self, writers: Collection[int] | None, all_else: bool, each_node: bool = False
-    ) -> Iterator[SlotsHere]:
-        """Yield this rank's part of the slots of each variable, each element on one rank, for files. Collective.
-
-        Args:
-            writers: the ranks that write; None for all, which divide equal copies of nodes.
-            all_else: whether this rank yields pending slots, which all ranks have.
-            each_node: whether the ranks of each node yield all.
-        """
-        store = self.store
-        if store is not None:
-            yield from store.slots_here(self.optimizer, writers, each_node)
-            return
-        yield from self.slots.waiting(writers, all_else, each_node)
-        for variable in self.variables:
-            if not self.slots.in_files(variable):
-                continue
-            parts = self.slots.here(variable, writers, each_node)
-            yield variable.name, variable.shape, accumulation_dtype(variable.dtype), parts
-
     def all_iterations(self) -> int:
         """Return the number of calls of all ranks, together if they step together. Collective."""
-        store = self.store
-        return self.calls if store is None else store.iterations(self.optimizer)
+        return self.memory.iterations(self.optimizer)
 
     def set_counts(self, iterations: int, settings: Sequence[Mapping[str, Any]] | None) -> None:
         """Set the number of calls, and settings if given; drop pending slots. Call it on every rank."""
@@ -349,11 +307,7 @@ class OptimizerCore:
 
     def restart_slots(self, variables: Collection[Variable] | None) -> None:
         """Reset the slots of variables, None for all, to their start values. Call it on all ranks."""
-        store = self.store
-        if store is not None:
-            store.forget_slots(self.optimizer, variables)
-        else:
-            self.slots.restart(self.variables if variables is None else variables)
+        self.memory.forget_slots(self.optimizer, variables)
         self.optimizer._on_restart(self.variables if variables is None else variables)
 
     def fill_slots(self, slots: Mapping[str, Mapping[str, Any]]) -> None:
@@ -364,10 +318,10 @@ class OptimizerCore:
     def take_slots(self, variable: Variable, names: Collection[str]) -> dict[str, Receiver] | None:
         """Return this rank's receivers of a variable's slots from a file, by name. Call it on all ranks.
 
-        None if they must be given whole, to `set_state`: other slots, slots in a store, averages, which start from the weights
+        None if they must be given whole, to `set_state`: other slots, slots on servers, averages, which start from the weights
         of the first step, or local steps.
         """
-        if self.store is not None or not self.slots.alike or variable.arena is None or self.optimizer.use_ema:
+        if not self.slots.alike or variable.arena is None or self.optimizer.use_ema:
             return None
         if set(names) != set(self.slots.stored_of(variable)):
             return None

@@ -74,10 +74,6 @@ def check_variables(strategy: Any, pairs: Pairs) -> tuple[list[Variable], list[V
 def check_rule(optimizer: Any, variables: Sequence[Variable]) -> None:
     """Raise ValueError if an optimizer's rule needs whole variables and they are not."""
     kind = type(optimizer).__name__
-    if variables[0].placement.store is not None and "direct" in optimizer._passes:
-        expected, got = f"variables that are whole on each rank's node, for {kind}", "variables on servers"
-        remedy = "Use Adam with parameter servers"
-        raise ValueError(explain(_FUNCTION, optimizer.name, expected=expected, got=got, remedy=remedy))
     divided = [v.name for v in variables if v.ndim > 1 and v.part is not None and v.part.split]
     if optimizer._factored and divided:
         expected, got = f"matrices that each rank has whole, for {kind}", f"parts of {', '.join(divided)}"

@@ -337,10 +337,7 @@ class Optimizer(UpdateRule, metaclass=_Counted):
                 v for v in dict.fromkeys(others) if id(v) not in known and v.arena is not None and v.arena.gradients
             ]
         check_rule(self, chosen)
-        if placement.store is not None:
-            step: UpdateRun = placement.store.make_step(self, chosen)
-        else:
-            step = placement.steps.in_order(self._run_on(chosen, [variable.name for variable in left_out]))
+        step: UpdateRun = placement.optimizers.make_step(self, chosen, left_out)
         core.updated_first = [variable for variable in new if variable.name not in pending]
         core.variables.extend(new)
         core.slots.fill_pending(new)
@@ -381,12 +378,7 @@ class Optimizer(UpdateRule, metaclass=_Counted):
             parts = [(part, self.slots(part)) for part in variable.variables]
             names = self.slot_names if any(slots for _, slots in parts) else ()
             return {name: np.concatenate([self._part_of(part, slots, name) for part, slots in parts]) for name in names}
-        core = self._core
-        if variable.placement.store is None and not any(variable is known for known in core.variables):
-            waiting = core.slots.pending.get(variable.name, {}) if core.may_join(variable.placement.strategy) else {}
-            known = {name: np.array(array) for name, array in waiting.items() if name in self.slot_names}
-            return whole_slots(variable.part, known)
-        return whole_slots(variable.part, core.slots.read(variable))
+        return whole_slots(variable.part, variable.placement.optimizers.read_slots(self, variable))
 
     def _part_of(self, part: Variable, slots: Mapping[str, np.ndarray], name: str) -> np.ndarray:
         """Return a slot of a part of a ShardedVariable; the start value if the part was never updated."""
@@ -411,7 +403,7 @@ class Optimizer(UpdateRule, metaclass=_Counted):
             return
         core = self._core
         core.join(variable.placement.strategy)
-        core.slots.write(variable, values)
+        core.memory.write_slots(self, variable, values)
         core.slots.pending.pop(variable.name, None)
         given = {name: to_host(as_array(values[name], "Optimizer.set_slots", name)) for name in self.slot_names}
         wholes = whole_slots(variable.part, given)  # ranks compare these, also within a replica
@@ -497,7 +489,7 @@ class Optimizer(UpdateRule, metaclass=_Counted):
         `set_state` for variables not updated since.
         """
         core = self._core
-        return {"iterations": core.calls, "settings": self.get_settings(), "slots": dict(core.each_slots())}
+        return {"iterations": core.calls, "settings": self.get_settings(), "slots": dict(core.memory.each_slots(self))}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state of `get_state`, on any layout. Call it on every rank with the same.

@@ -27,6 +27,7 @@ __all__ = [
     "ArenaSlots",
     "SlotStore",
     "gathered",
+    "own_slots",
     "owners",
     "residual_receiver",
     "waiting_slots",
@@ -139,9 +140,7 @@ class SlotStore:
 
     def join(self, placement: Placement) -> None:
         """Serve the variables of a placement."""
-        self._placement = placement
-        if placement.store is None:
-            self.rounds = placement.steps.new_rounds()
+        self._placement, self.rounds = placement, placement.steps.new_rounds()
 
     @property
     def alike(self) -> bool:
@@ -193,9 +192,6 @@ class SlotStore:
         """Return a variable's slots on every rank, the first node's if nodes differ; of a divided one this rank's part.
         Collective.
         """
-        store = variable.placement.store
-        if store is not None:
-            return store.read_slots(self._owner, variable)
         return _whole(variable, self.stored_of(variable), self.of(_arena_of(variable)).stored)
 
     def here(
@@ -228,15 +224,7 @@ class SlotStore:
         if self.rounds is not None:
             values = self.rounds.load(variable, _arena_of(variable), values)
         residual = values.get(WIRE_RESIDUAL)
-        values = {name: value for name, value in values.items() if name != WIRE_RESIDUAL}
-        if set(values) != set(self.names):
-            expected = f"slots {', '.join(self.names) or '(none)'}"
-            got = ", ".join(values) or "none"
-            raise ValueError(explain("Optimizer.set_slots", variable.name, expected=expected, got=got))
-        store = variable.placement.store
-        if store is not None:
-            store.write_slots(self._owner, variable, values)
-            return
+        values = own_slots(self.names, variable, values)
         arena, low, part = _arena_of(variable), variable.offset, variable.part
         if arena.wire is not None and residual is not None:
             values[WIRE_RESIDUAL] = residual
@@ -274,7 +262,20 @@ class SlotStore:
         for variable in variables:
             values = self.pending.pop(variable.name, None)
             if values is not None:
-                self.write(variable, values)
+                variable.placement.optimizers.write_slots(self._owner, variable, values)
+
+
+def own_slots(names: Sequence[str], variable: Variable, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the slots of these names, without the error feedback of the weights.
+
+    Raises:
+        ValueError: the values have other names.
+    """
+    values = {name: value for name, value in values.items() if name != WIRE_RESIDUAL}
+    if set(values) != set(names):
+        expected, got = f"slots {', '.join(names) or '(none)'}", ", ".join(values) or "none"
+        raise ValueError(explain("Optimizer.set_slots", variable.name, expected=expected, got=got))
+    return values
 
 
 def whole_slots(part: Part | None, slots: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,8 +18,8 @@ def require_whole(function: str, variables: Sequence[Variable], rule: str, remed
     """Raise ValueError unless the variables of a rule on whole tensors are whole on each node."""
     placement = variables[0].placement
     divided = next((v.name for v in variables if v.part is not None and v.part.split), None)
-    if placement.store is not None:
-        got = "parameters that servers keep"
+    if placement.optimizers.not_whole:
+        got = placement.optimizers.not_whole
     elif divided is not None:
         got = f"parts of {divided}, which ranks divide"
     elif placement.local_steps is not None:

@@ -11,18 +11,21 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 import numpy as np
 
 from ..base.errors import MpistratError, explain
+from ..base.types import VariableSynchronization
 from ..comm.arrays import accumulation_dtype
 from ..comm.process_group import ProcessGroup
 from ..optimizers.core import find, known
+from ..optimizers.slots import own_slots
 from ..variables import Placement, Variable
-from ..variables.placement import ORDINAL_STEP, Description, SlotsHere, Store, Target
+from ..variables.create import make_copies
+from ..variables.placement import ORDINAL_STEP, Description, OptimizerMemory, SlotsHere, Target
 from .connections import ParameterServers
 from .layout import PLACEMENTS, VariableSpec
 from .operations import ORDINALS, optimizer_key
 from .roles import Settings
 from .server.local_updates import LocalUpdates
 from .server.updates import SynchronousUpdates, Updates
-from .variable import ParameterServerVariable
+from .variable import CopiesOfWorkers, ParameterServerVariable
 from .worker.access import Access, ServerAccess, WorkerAccess
 from .worker.push import PushStep
 
@@ -46,7 +49,7 @@ def _next_series(group: ProcessGroup) -> int:
 
 
 @final
-class ServerStore(Store):
+class ServerStore(OptimizerMemory):
     """The variables of a strategy on its servers, and their optimizers and slots. Creation is collective over all ranks.
 
     Args:
@@ -60,12 +63,12 @@ class ServerStore(Store):
         dropped: on a server, the number of late steps of each worker.
     """
 
+    not_whole = "parameters that servers keep"
+
     def __init__(
         self, strategy: Strategy, connections: ParameterServers, sync_group: ProcessGroup, settings: Settings
     ) -> None:
-        self.group, self.first_worker = connections.group, connections.workers[0]
-        self.with_first_worker = getattr(strategy, "worker_index", None) in range(settings.workers_in_sync)
-        self.is_worker = connections.server is None
+        self.group = connections.group
         self.dropped: Sequence[int] = ()
         self._strategy, self._connections = strategy, connections
         self._check_numerics = settings.check_numerics
@@ -97,14 +100,12 @@ class ServerStore(Store):
             server.start(updates, retry=updates.retry)
         return ServerAccess(server, connections)
 
-    def renumber(self) -> None:
-        """Use the new numbers of the ranks: see `ParameterServers.renumber`."""
-        self.first_worker = self._connections.workers[0]
-
     # variables and steps
 
     def make(self, placement: Placement, what: Description) -> tuple[Variable, list[Target]]:
-        """Allocate a variable on a server. Collective. See `Store.make`."""
+        """Allocate a variable on a server, or copies on workers. Collective. See `Placement.make`."""
+        if what.synchronization is VariableSynchronization.ON_READ:
+            return make_copies(placement, what, CopiesOfWorkers)
         connections = self._connections
         beside = None if what.beside is None else getattr(placement.variables[what.beside], "server", None)
         server = self._assign_server(what.shape, what.dtype, beside)
@@ -116,8 +117,10 @@ class ServerStore(Store):
             flat = memory.reshape(-1)
         return variable, [(flat, 0, flat.size)]
 
-    def make_step(self, optimizer: Optimizer, variables: Sequence[ParameterServerVariable]) -> PushStep:
-        """Return the step of an optimizer, see `Store.make_step`. On workers: it is called in `run`, which is theirs."""
+    def make_step(
+        self, optimizer: Optimizer, variables: Sequence[ParameterServerVariable], left_out: Sequence[Any]
+    ) -> PushStep:
+        """Return the step of an optimizer. On workers: it is called in `run`, which is theirs."""
         assert isinstance(self.access, WorkerAccess)
         return PushStep(optimizer, self._strategy, variables, self.access, self._check_numerics, self._wire)
 
@@ -157,16 +160,26 @@ class ServerStore(Store):
         count, series = divmod(optimizer._core.ordinal, ORDINAL_STEP)
         return count if series else _OUTSIDE + count
 
+    def free_number(self, number: int | None, taken: set[int | None], least: int = 0) -> int:
+        """Return the optimizer's own number: ranks use optimizers in different orders."""
+        assert number is not None
+        return number
+
     def made(self) -> list[Optimizer]:
         """Return the optimizers made in the scope or outside of all scopes."""
         return [one for one in known() if one._core.ordinal % ORDINAL_STEP in (0, self._series)]
 
-    def numbers_of_names(self, names: Sequence[str]) -> list[int]:
-        """Return the numbers of the program's first optimizers of these names."""
-        made = sorted((self.number_of(one), one.name) for one in known() if one._core.may_join(self._strategy))
+    def made_everywhere(self) -> list[Optimizer]:
+        return self._early  # `agree` finds them
+
+    def numbers_made(self, names: Sequence[str], made: Sequence[int | None]) -> Sequence[int | None]:
+        """Return the numbers in a file; if it lacks some, those of the program's first optimizers of these names."""
+        if None not in made:
+            return made
+        here = sorted((self.number_of(one), one.name) for one in known() if one._core.may_join(self._strategy))
         found: list[int] = []
         for index, name in enumerate(names):
-            fitting = (number for number, own in made if own == name and number not in found)
+            fitting = (number for number, own in here if own == name and number not in found)
             found.append(next(fitting, index))  # of one not created yet
         return found
 
@@ -177,7 +190,7 @@ class ServerStore(Store):
             function, path: the file operation, which ranks compare.
         """
         extended = self._strategy.extended
-        made = [one._core.ordinal for one in extended.placement.optimizers if one._core.may_join(self._strategy)]
+        made = [one._core.ordinal for one in extended.placement.made if one._core.may_join(self._strategy)]
         with extended.process_group.collective(function, "optimizers", detail=os.fspath(path)):
             mine = json.dumps([[one._core.ordinal for one in extended.optimizers], made])
             found = [json.loads(text) for text in extended.process_group.all_gather_text(mine)]
@@ -187,11 +200,6 @@ class ServerStore(Store):
         extended.optimizers.sort(key=lambda optimizer: optimizer._core.ordinal)
         everywhere = set.intersection(*(set(ordinals) for _, ordinals in found))  # a coordinator sends some later
         self._early = [self._find_made(ordinal) for ordinal in sorted(everywhere - applied)]
-
-    @property
-    def early(self) -> list[Optimizer]:
-        """The optimizers without a step, see `Store.early`; `agree` finds them."""
-        return [optimizer for optimizer in self._early if optimizer not in self._strategy.extended.optimizers]
 
     def _find_made(self, ordinal: int) -> Optimizer:
         optimizer = find(ordinal)
@@ -221,7 +229,9 @@ class ServerStore(Store):
             having: list[int] = self.group.all_gather_int(mine).max(axis=0).tolist()
         return [variable for variable, has in zip(variables, having, strict=True) if has]
 
-    def slots_here(self, optimizer: Optimizer, writers: Collection[int] | None, each_node: bool) -> Iterator[SlotsHere]:
+    def slots_here(
+        self, optimizer: Optimizer, writers: Collection[int] | None, all_else: bool, each_node: bool
+    ) -> Iterator[SlotsHere]:
         """Yield this rank's part of the slots of each variable: on its server, or on rank 0, or on each node. Collective."""
         topology = self.group.topology
         leads = topology.local_rank == 0 if each_node else topology.rank == 0
@@ -235,12 +245,6 @@ class ServerStore(Store):
                 here, slots = leads, self._read(optimizer, variable)
             parts = {name: [(0, array)] if here else [] for name, array in slots.items()}
             yield variable.name, variable.shape, dtype, parts
-
-    def keeps(self, variable: Any) -> bool:
-        return isinstance(variable, ParameterServerVariable)
-
-    def value_here(self, variable: ParameterServerVariable) -> np.ndarray | None:
-        return np.array(variable.numpy()) if self._here(variable) else None
 
     def read_slots(self, optimizer: Optimizer, variable: ParameterServerVariable) -> dict[str, np.ndarray]:
         """Return new arrays with a variable's slots on every rank; {} if it was never updated. Collective."""
@@ -266,6 +270,7 @@ class ServerStore(Store):
 
     def write_slots(self, optimizer: Optimizer, variable: ParameterServerVariable, values: Mapping[str, Any]) -> None:
         """Overwrite a variable's slots on its server. Call it on every rank."""
+        values = own_slots(optimizer.slot_names, variable, values)
         if self._here(variable):
             self.updates(optimizer).set_slots(variable, values)
 

@@ -163,7 +163,9 @@ class ParameterServerStrategy(Strategy):
         )
         self._store = ServerStore(self, self._parameter_servers, variables.group, settings)
         self._access = self._store.access
-        variables.store, variables.partitioner = self._store, variable_partitioner
+        variables.store = variables.optimizers = self._store
+        variables.make, variables.partitioner = self._store.make, variable_partitioner
+        variables.first_worker, variables.is_worker = roles.workers[0], not self.is_server
         extended.num_input_pipelines = len(roles.workers) // workers_in_sync
         super().__init__(extended)
         if sums_workers(self) and not self.backup_workers:
@@ -362,7 +364,7 @@ class ParameterServerStrategy(Strategy):
     def renumber(self, numbers: Mapping[int, int]) -> None:
         """Continue after the death of workers with the group's new numbers of the others. Collective; for coordinators."""
         self._parameter_servers.renumber(numbers)
-        self._store.renumber()
+        self._extended.placement.first_worker = self._parameter_servers.workers[0]
         self.workers = tuple(rank for rank in self._parameter_servers.workers if rank >= 0)
         self.servers = self._parameter_servers.servers
         self.worker_index = None if self.is_server else self.workers.index(self.rank)

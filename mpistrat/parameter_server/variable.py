@@ -9,15 +9,17 @@ import numpy as np
 from ..arena.values import as_flat, zeros
 from ..base.arguments import tensorflow_names
 from ..base.devices import parse
-from ..base.types import IndexedSlices
-from ..variables.kinds import OnWriteVariable
+from ..base.errors import ContextError, explain
+from ..base.types import IndexedSlices, VariableAggregation
+from ..comm.arrays import to_host
+from ..variables.kinds import OnWriteVariable, SyncOnReadVariable
 from ..variables.placement import Description, Placement
 from ..variables.scatter import row_numbers
 from ..variables.variable import require_gradient
 from .operations import Operation
 from .worker.access import Access
 
-__all__ = ["ParameterServerVariable"]
+__all__ = ["CopiesOfWorkers", "ParameterServerVariable"]
 
 _OPERATIONS = {
     "assign": Operation.ASSIGN,
@@ -160,6 +162,12 @@ class ParameterServerVariable(OnWriteVariable):
 
     # files
 
+    def _parts_for_file(self, leads: bool, at_home: bool) -> list[tuple[int, Any]]:
+        access = self._access
+        if not at_home or access is None:
+            return super()._parts_for_file(leads, at_home)
+        return [(0, np.array(self.numpy()))] if access.holds(self.number) else []
+
     def _value_for_file(self) -> np.ndarray | None:
         """Return the value for files, see `value_for_file`. Collective."""
         access, group = self._access, self.placement.creators
@@ -188,3 +196,83 @@ class ParameterServerVariable(OnWriteVariable):
 
     def _close(self) -> None:
         self._access = self._snapshot = self._gradients = None
+
+
+@final
+class CopiesOfWorkers(SyncOnReadVariable):
+    """An ON_READ variable of workers that step alone: each worker's replicas have copies, and reads aggregate only these.
+
+    With a coordinator a read outside of its functions is the sum over all workers. A file has the sum of the workers' values
+    under SUM, else the first worker's.
+    """
+
+    __slots__ = ()
+
+    @property
+    def led(self) -> bool:
+        return bool(self.placement.strategy.extended.coordination.leads)
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The copy of each local replica, in replica order: read-only views.
+
+        Raises:
+            ContextError: with a coordinator, whose workers have the copies.
+        """
+        if self.led:
+            self._require_open()
+            expected = "a read of all workers' copies, or a read in a function"
+            got = "a read of this rank's copies, which no function writes"
+            remedy = "Use numpy(), or return the values from a scheduled function"
+            raise ContextError(explain("Variable.values", self.name, expected=expected, got=got, remedy=remedy))
+        return super().values
+
+    def gathered(self) -> np.ndarray | None:
+        """Return the value as in `Variable.gathered`; with a coordinator the sum of all workers' copies."""
+        return self._of_workers() if self.led else super().gathered()
+
+    def _of_all(self) -> Any:
+        return self._of_workers() if self.led else super()._of_all()
+
+    def _of_workers(self) -> np.ndarray:
+        """Return the sum of the copies of all workers, which serve this rank.
+
+        Raises:
+            ContextError: the aggregation is not SUM.
+        """
+        if self.aggregation is not VariableAggregation.SUM:
+            remedy = "Read it in the functions, and return the values you need"
+            expected = (
+                "aggregation SUM of an ON_READ variable that a coordinator reads: each worker's functions write a copy"
+            )
+            got = self.aggregation.name
+            raise ContextError(explain("Variable", self.name, expected=expected, got=got, remedy=remedy))
+        self.placement.strategy.extended.coordination.announce("gathered", self)
+        return self._value_for_file()
+
+    def _assign_all(self, op: str, flat: Any) -> None:
+        if self.led:
+            value = to_host(flat).reshape(self.shape)
+            self.placement.strategy.extended.coordination.announce("write_copies", self, op, value)
+        super()._assign_all(op, flat)
+
+    # files
+
+    def _value_for_file(self) -> np.ndarray:
+        value, world = super()._value_for_file(), self.placement.creators
+        with world.collective("gathered", self.name, self.dtype, self.shape):
+            if self.aggregation is not VariableAggregation.SUM:
+                world.broadcast(value, self.placement.first_worker)
+                return value
+            leads = self.placement.group.topology.rank == 0  # the workers that step together have one value
+            parts = world.all_gather_bytes(value.tobytes() if leads else b"")
+        values = [np.frombuffer(part, self.dtype) for part in parts if part]
+        return np.add.reduce(values, dtype=self.dtype).reshape(self.shape)
+
+    def load(self, value: np.ndarray) -> None:
+        """Write a value, see `Variable.load`. The first worker, with those in sync with it, gets all of a sum."""
+        strategy = self.placement.strategy
+        whole = self.aggregation is not VariableAggregation.SUM or strategy.worker_index in range(
+            strategy.workers_in_sync
+        )
+        super().load(value if whole else np.zeros_like(value))

@@ -21,7 +21,7 @@ from ..base.partition import aligned_block
 from ..comm.arrays import accumulation_dtype, to_host
 from ..comm.process_group import ProcessGroup
 from ..variables import Placement
-from ..variables.variable import value_for_file
+from ..variables.variable import parts_for_file
 from .optimizer_states import Kept, OptimizerStates
 
 __all__ = [
@@ -128,19 +128,14 @@ def entries(placement: Placement, states: OptimizerStates, writers: Writers) -> 
 
 def variable_entries(placement: Placement, found: Mapping[str, Location], writers: Writers) -> Iterator[Entry]:
     """Yield all variables, by their locations. Collective."""
-    store = placement.store
     for variable in placement.variables:
         where, dtype = found[variable.name], variable.dtype
         key = f"variables/{key_of(where.name)}"
         if variable.arena is not None:
             own = variable.arena.values[variable.offset : variable.offset + variable.size]
             yield Entry(key, dtype, where.box, [(0, own)], True, where.part)
-        elif store is not None and writers.reach_servers and store.keeps(variable):
-            value = store.value_here(variable)
-            yield Entry(key, dtype, where.box, [] if value is None else [(0, value)])
         else:
-            value = value_for_file(variable)  # collective for ON_READ variables
-            yield Entry(key, dtype, where.box, [(0, value)] if writers.leads else [])
+            yield Entry(key, dtype, where.box, parts_for_file(variable, writers.leads, writers.reach_servers))
 
 
 def _slot_entries(

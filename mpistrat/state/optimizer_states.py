@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from ..base.errors import explain
 from ..optimizers.slots import waiting_slots
-from ..variables.placement import SlotsHere
+from ..variables.placement import OptimizerMemory, SlotsHere
 
 if TYPE_CHECKING:
     from ..variables import Placement
@@ -19,7 +18,7 @@ __all__ = ["Kept", "OptimizerStates"]
 
 
 class _Restored(NamedTuple):
-    """The restored state of an optimizer not created yet. `made` is its number in the scope of the program that saved it."""
+    """The restored state of an optimizer not created yet. `made` is the number of the optimizer that is created for it."""
 
     name: str
     state: dict[str, Any]
@@ -77,7 +76,7 @@ class Kept:
                 yield from waiting_slots(None, name, slots, writers, True, each_node)
             return
         if waiting is None:
-            yield from self.optimizer._core.slots_here(writers, all_else, each_node)
+            yield from self.placement.optimizers.slots_here(self.optimizer, writers, all_else, each_node)
             return
         for name, slots in waiting:
             yield from waiting_slots(self.placement, name, slots, writers, all_else, each_node)
@@ -122,14 +121,15 @@ class OptimizerStates:
                 del self._restored[number]
 
     def _new_number(self, optimizer: Any) -> int:
-        if self._placement.store is not None:
-            return self._placement.store.number_of(optimizer)
-        own = (optimizer._core.number_in(self._placement), optimizer.name)
+        own = (self._memory.number_of(optimizer), optimizer.name)
         for number, waiting in self._restored.items():
             if own[0] is not None and (waiting.made, waiting.name) == own:
                 return number
-        taken = set(self._numbers.values())
-        return next(number for number in range(len(taken) + 1) if number not in taken)
+        return self._memory.free_number(own[0], {*self._numbers.values()})
+
+    @property
+    def _memory(self) -> OptimizerMemory:
+        return self._placement.optimizers
 
     def number_of(self, optimizer: Any) -> int:
         """Return the number in files of a registered optimizer."""
@@ -139,62 +139,51 @@ class OptimizerStates:
         """Return the states for files: of registered optimizers, not yet used restored ones, and those of the scope without a
         step.
         """
-        placement, store = self._placement, self._placement.store
-        found = {}
+        placement, memory, found = self._placement, self._memory, dict[int, Kept]()
         for one in self.registered:
-            number = self.number_of(one)
-            made = number if store else one._core.number_in(placement)
-            found[number] = Kept(one.name, made, one, None, placement)
+            found[self.number_of(one)] = Kept(one.name, memory.number_of(one), one, None, placement)
         for number, (name, state, made) in self._restored.items():
-            found[number] = Kept(name, number if store else made, None, state, placement)
-        free = (number for number in itertools.count() if number not in found)
-        waiting = {(kept.made, kept.name) for kept in found.values()}
-        for one in self._early():
-            number, made = (store.number_of(one),) * 2 if store else (next(free), one._core.number_in(placement))
+            found[number] = Kept(name, made, None, state, placement)
+        waiting, taken = {(kept.made, kept.name) for kept in found.values()}, set[int | None](found)
+        for one in self._new(memory.made_everywhere()):
+            made = memory.number_of(one)
+            number = memory.free_number(made, taken)
             if (made, one.name) not in waiting:
                 found[number] = Kept(one.name, made, one, one._core.early_state(), placement)
         return [found[number] for number in sorted(found)]
 
-    def _early(self) -> list[Any]:
-        """Return the optimizers created in the scope that have taken no step, the same on every rank."""
-        store, strategy = self._placement.store, self._placement.strategy
-        if store is not None:
-            return store.early
-        known = set(map(id, self.registered))
-        return [one for one in self._placement.made if id(one) not in known and one._core.may_join(strategy)]
+    def _new(self, optimizers: Iterable[Any]) -> list[Any]:
+        """Return those that are not registered, here or with another strategy."""
+        known, strategy = set(map(id, self.registered)), self._placement.strategy
+        return [one for one in optimizers if id(one) not in known and one._core.may_join(strategy)]
 
-    def numbers(self, optimizers: Sequence[Mapping[str, Any]], begun: Collection[int]) -> list[int | None]:
-        """Return the number here of each optimizer of a file; None if it is not restored.
+    def numbered(self, optimizers: Sequence[Mapping[str, Any]], begun: Collection[int]) -> dict[int, dict[str, Any]]:
+        """Return the optimizers of a file that are restored, by their numbers here.
 
         Optimizers created in the scope are identified by that number, others by their order. One without a step is restored
         only into the optimizer created with its number.
 
         Args:
-            optimizers: of the file.
+            optimizers: of the file; the result adds the `index` of each there, and the number of the optimizer that was
+                `created` for it.
             begun: the indices of those that have slots.
         """
-        store, names = self._placement.store, [about["name"] for about in optimizers]
-        made: list[int | None] = [about["made"] for about in optimizers]
-        if store is not None:
-            known = {(store.number_of(one), one.name) for one in store.made()}
-            found: list[int | None] = [*(store.numbers_of_names(names) if None in made else made)]
-        else:
-            here = {one._core.number_in(self._placement): self.number_of(one) for one in self.registered}
-            known = {(one._core.number_in(self._placement), one.name) for one in self._early()}
-            found = [None if number is None else here.get(number) for number in made]
-            taken = {*found, *self._numbers.values()}
-            for index, own in enumerate(zip(made, names, strict=True)):
-                if found[index] is None and own in known:
-                    found[index] = _first_free(index, taken)
-        numbers: list[int | None] = []
-        taken = set(found)
-        for index, (number, own) in enumerate(zip(found, zip(made, names, strict=True), strict=True)):
-            early = own[0] is not None and optimizers[index]["iterations"] == 0 and index not in begun
-            if early and (number is None or (store is not None and own not in known)):
-                numbers.append(None)
-            else:
-                numbers.append(_first_free(0, taken) if number is None else number)
-        return numbers
+        memory, names = self._memory, [about["name"] for about in optimizers]
+        made = memory.numbers_made(names, [about["made"] for about in optimizers])
+        here = {memory.number_of(one): self.number_of(one) for one in self.registered}
+        known = {(memory.number_of(one), one.name) for one in self._new(memory.made())}
+        found = [None if number is None else here.get(number) for number in made]
+        taken = {*found, *self._numbers.values()}
+        for index, own in enumerate(zip(made, names, strict=True)):
+            if found[index] is None and own in known:
+                found[index] = memory.free_number(own[0], taken, index)
+        numbered, taken = dict[int, dict[str, Any]](), set(found)
+        for index, (about, created, number) in enumerate(zip(optimizers, made, found, strict=True)):
+            early = created is not None and about["iterations"] == 0 and index not in begun
+            if number is not None or not early:
+                number = memory.free_number(created, taken) if number is None else number
+                numbered[number] = {**about, "created": created, "index": index}
+        return numbered
 
     def begin(self, numbered: Mapping[int, Mapping[str, Any]]) -> None:
         """Take the state of optimizers except their slots, by number; it replaces restored states. Call it on all ranks.
@@ -207,7 +196,7 @@ class OptimizerStates:
                 optimizer = self.with_number(number)
                 if optimizer is None:
                     state = {"iterations": about["iterations"], "settings": about["settings"], "slots": {}}
-                    self._restored[number] = _Restored(about["name"], state, about["made"])
+                    self._restored[number] = _Restored(about["name"], state, about["created"])
                 else:
                     optimizer._core.set_counts(about["iterations"], about["settings"])
 
@@ -233,22 +222,21 @@ class OptimizerStates:
 
     def taking(self, number: int, about: Mapping[str, Any]) -> Any:
         """Return the optimizer that takes the state of a number in a file; None if not created."""
-        return self.with_number(number) or self._find(number, _Restored(about["name"], {}, about["made"]))
+        return self.with_number(number) or self._find(_Restored(about["name"], {}, about["created"]))
 
     def instead_of(self, about: Mapping[str, Any]) -> Any:
         """Return the optimizer created with the number of another one in a file; None if that may still be created."""
-        store, new = self._placement.store, list(self._made())
+        new = self._new(self._memory.made())
         if about["made"] is None or any(one.name == about["name"] for one in new):
             return None
-        numbers = ((store.number_of(one) if store else one._core.number_in(self._placement), one) for one in new)
-        return next((one for number, one in numbers if number == about["made"]), None)
+        return next((one for one in new if self._memory.number_of(one) == about["made"]), None)
 
     def give(self) -> None:
         """Give existing optimizers their restored states. Call it on all ranks."""
         with self._lock:
             strategy = self._placement.strategy
             for number in sorted(self._restored):
-                optimizer = self._find(number, self._restored[number])
+                optimizer = self._find(self._restored[number])
                 if optimizer is not None:
                     optimizer._core.join(strategy)
 
@@ -259,29 +247,12 @@ class OptimizerStates:
             self._restored.clear()
             return names
 
-    def _find(self, number: int, waiting: _Restored) -> Any:
+    def _find(self, waiting: _Restored) -> Any:
         """Return the existing optimizer that certainly gets a state; None if there is none."""
-        new = [one for one in self._made() if one.name == waiting.name]
-        store = self._placement.store
-        if store is not None:
-            found = (one for one in new if store.number_of(one) == number)
-        elif waiting.made is not None:
-            found = (one for one in new if one._core.number_in(self._placement) == waiting.made)
+        new = [one for one in self._new(self._memory.made()) if one.name == waiting.name]
+        if waiting.made is not None:
+            found = (one for one in new if self._memory.number_of(one) == waiting.made)
         else:  # a file without these numbers: only a unique name identifies
             alike = [other for other in self._restored.values() if other.name == waiting.name]
             found = (one for one in new if len(new) == len(alike) == 1)
         return next(found, None)
-
-    def _made(self) -> Iterator[Any]:
-        """Return the optimizers that exist and are not registered."""
-        store, strategy = self._placement.store, self._placement.strategy
-        made = self._placement.made if store is None else store.made()
-        known = set(map(id, self.registered))
-        return (one for one in made if id(one) not in known and one._core.may_join(strategy))
-
-
-def _first_free(least: int, taken: set[int | None]) -> int:
-    """Return the first free number, and take it."""
-    found = next(number for number in itertools.count(least) if number not in taken)
-    taken.add(found)
-    return found

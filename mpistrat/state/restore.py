@@ -107,9 +107,7 @@ class Restoring:
             ValueError: there is a misfit, and `strict`.
         """
         with_slots = {(int(key.split("/")[1]), link_of(key)) for key in self._forms if key.startswith("optimizers/")}
-        numbers = self._states.numbers(found["optimizers"], {index for index, _ in with_slots})
-        each = zip(numbers, enumerate(found["optimizers"]), strict=True)
-        self._optimizers = {number: {**about, "index": index} for number, (index, about) in each if number is not None}
+        self._optimizers = self._states.numbered(found["optimizers"], {index for index, _ in with_slots})
         problems = _misfits(wanted, self._there, self._forms)
         self._slot_names = self._slots_taken()
         strangers = {} if found["weights_only"] else self._strangers()
@@ -207,7 +205,7 @@ class Restoring:
             number = self._states.number_of(optimizer)
             saved = optimizers[number]["name"] if number in optimizers else None
             if saved is None:
-                outside = self._placement.store is None and optimizer._core.number_in(self._placement) is None
+                outside = self._placement.optimizers.number_of(optimizer) is None
                 why = ": if made outside of strategy.scope(), it is in files after its first step" if outside else ""
                 problems[number] = f"optimizer {optimizer.name!r} is not in it{why}"
             elif saved != optimizer.name:

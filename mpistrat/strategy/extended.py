@@ -21,9 +21,11 @@ from ..cluster.topology import Topology
 from ..comm.process_group import ProcessGroup
 from ..cross_device.collectives import PLAIN, Collectives, as_scalar
 from ..cross_device.ops import CrossDeviceOps
+from ..optimizers.arena_memory import ArenaMemory
 from ..state.optimizer_states import OptimizerStates
 from ..step.table import Steps
 from ..variables import ArenaAllocator, Placement, ShardedVariable, Variable, create_variable, explain_foreign
+from ..variables.create import make_here
 from .contexts import ReplicaContext
 from .copies import copies_of_variables
 from .replica_threads import ReplicaThreads, current_rendezvous
@@ -153,8 +155,8 @@ class StrategyExtended(OtherNames):
         self.process_group, self.cross_device_ops = group, ops
         arenas = ArenaAllocator(sync_group, parameter_devices, central, step)
         devices = self.sync_topology.devices
-        self.placement = Placement(sync_group, ops, arenas, strategy, devices, distributed)
-        self.placement.steps = Steps(self.placement)
+        self.placement = Placement(sync_group, ops, arenas, strategy, group, make_here, devices, distributed)
+        self.placement.steps, self.placement.optimizers = Steps(self.placement), ArenaMemory(self.placement)
         self.is_default, self.closed = is_default, False
         self.coordination = Coordination()
         self.models = CommonObjects()

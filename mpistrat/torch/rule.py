@@ -533,7 +533,7 @@ class TorchRule(ForeignRule):
         group, step = self._optimizer.param_groups[taken.group], block.step - taken.lag
         first, rate = step == 1 and not taken.begun, float(group["lr"])
         scalars: Mapping[str, float] = taken.scalars
-        if self.rule in _WITH_SCALARS and self._core.store is not None:
+        if self.rule in _WITH_SCALARS and self._core.strategy.extended.placement.store is not None:
             scalars = self._served_scalars(taken.group, step, rate)
         key = taken.group, block.weights.dtype
         self._kept(key, group, block.weights)[0].update(block, rate, step, first, scalars)

@@ -21,7 +21,7 @@ from .placement import Description, Placement, Target
 from .sharded import ShardedVariable
 from .variable import Variable
 
-__all__ = ["create_variable"]
+__all__ = ["create_variable", "make_copies", "make_here"]
 
 CHUNK = 16 << 20  # bytes of an initial value per message
 
@@ -174,10 +174,7 @@ def _make(placement: Placement, what: Description, value: np.ndarray | None) -> 
     detail += () if layout is None else (layout,)
     detail += ("per worker",) if what.per_worker else ()
     with group.collective("Variable", what.name, what.dtype.name, what.shape, detail) as call:
-        if what.synchronization is VariableSynchronization.ON_READ:
-            variable, targets = _make_copies(placement, what)
-        else:
-            variable, targets = (placement.store.make if placement.store else _make_in_arena)(placement, what)
+        variable, targets = placement.make(placement, what)
         shared = group is placement.group and not placement.arenas.on_gpu  # an arena of the ranks of a node
         if isinstance(variable, MirroredVariable) and shared:
             _fill_arena(group, targets[0][0], value, call)
@@ -189,17 +186,23 @@ def _make(placement: Placement, what: Description, value: np.ndarray | None) -> 
     return variable
 
 
-def _make_copies(placement: Placement, what: Description) -> tuple[Variable, list[Target]]:
+def make_copies(
+    placement: Placement, what: Description, kind: type[SyncOnReadVariable] = SyncOnReadVariable
+) -> tuple[Variable, list[Target]]:
+    """Return a new variable of which each replica, or worker, has a copy, and this rank's targets."""
     if what.per_worker:
         from .per_worker import PerWorkerVariable
 
         own = PerWorkerVariable(placement, what)
         return own, [(own.storage().reshape(-1), 0, own.size)]
-    variable = SyncOnReadVariable(placement, what)
+    variable = kind(placement, what)
     return variable, [(copy.reshape(-1), 0, variable.size) for copy in variable.copies]
 
 
-def _make_in_arena(placement: Placement, what: Description) -> tuple[Variable, list[Target]]:
+def make_here(placement: Placement, what: Description) -> tuple[Variable, list[Target]]:
+    """Return a new variable in the replicas' memory, and this rank's targets, see `Placement.make`."""
+    if what.synchronization is VariableSynchronization.ON_READ:
+        return make_copies(placement, what)
     size = int(np.prod(what.shape, dtype=np.int64))
     has_gradients = what.trainable and what.dtype.kind not in "biu"
     arena, offset = placement.arenas.allocate(size, what.dtype, has_gradients, what.name)

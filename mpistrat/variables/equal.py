@@ -30,10 +30,10 @@ def different_weights(function: str, placement: Placement) -> CollectiveMismatch
         function: the public caller to name in the error.
         placement: of the strategy; variables on servers have no copies.
     """
-    if placement.store is not None:
+    kept = [variable for variable in placement.variables if variable.arena is not None]
+    if not kept:
         return None
-    group = placement.group
-    variables = [variable for variable in placement.variables if variable.arena is not None and variable.size]
+    group, variables = placement.group, [variable for variable in kept if variable.size]
     error = None
     if group.num_nodes > 1:
         with group.collective("compare weights", function):

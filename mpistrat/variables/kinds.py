@@ -296,7 +296,6 @@ def make_trainable(variable: MirroredVariable) -> None:
     variable._train()
 
 
-@final
 class SyncOnReadVariable(Variable):
     """A variable that each replica writes without communication, such as a sum of losses or a counter.
 
@@ -326,24 +325,15 @@ class SyncOnReadVariable(Variable):
         frame = self._frame("array")
         index = self._local_index(frame)
         if index is None:
-            return self._of_workers() if self.led else self._aggregate()
+            return self._of_all()
         if frame.replica is not None and context.in_sync_on_read_context():
             return frame.replica.merge_call(lambda strategy: self._aggregate())
         return read_only(self.copies[index])
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The copy of each local replica, in replica order: read-only views.
-
-        Raises:
-            ContextError: with a coordinator, whose workers have the copies.
-        """
+        """The copy of each local replica, in replica order: read-only views."""
         self._require_open()
-        if self.led:
-            expected = "a read of all workers' copies, or a read in a function"
-            got = "a read of this rank's copies, which no function writes"
-            remedy = "Use numpy(), or return the values from a scheduled function"
-            raise ContextError(explain("Variable.values", self.name, expected=expected, got=got, remedy=remedy))
         return tuple(read_only(copy) for copy in self.copies)
 
     @property
@@ -364,52 +354,26 @@ class SyncOnReadVariable(Variable):
         self._require_open()
         return self.copies[local_replica]
 
-    def gathered(self) -> np.ndarray | None:
-        """Return the value as in `Variable.gathered`; with a coordinator the sum of all workers' copies."""
-        return self._of_workers() if self.led else super().gathered()
-
     def _value_for_file(self) -> np.ndarray:
-        """Return the value for files, see `value_for_file`. Collective.
-
-        If workers step alone, it is the sum of their values under SUM, else the first worker's.
-        """
-        value = np.array(to_host(self._aggregate()))
-        if self.placement.store is None:
-            return value
-        world, group = self.placement.creators, self.placement.group
-        with world.collective("gathered", self.name, self.dtype, self.shape):
-            if self.aggregation is not VariableAggregation.SUM:
-                world.broadcast(value, self.placement.first_worker)
-                return value
-            parts = world.all_gather_bytes(b"" if group.topology.rank else value.tobytes())
-        values = [np.frombuffer(part, self.dtype) for part in parts if part]
-        return np.add.reduce(values, dtype=self.dtype).reshape(self.shape)
+        """Return the value for files, see `value_for_file`. Collective."""
+        return np.array(to_host(self._aggregate()))
 
     def load(self, value: np.ndarray) -> None:
-        """Write a value, see `Variable.load`. If workers step alone, the first one gets all of a sum."""
-        whole = self.aggregation is not VariableAggregation.SUM or self.placement.with_first_worker
-        self.write_copies("assign", value if whole else np.zeros_like(value))
+        """Write a value, see `Variable.load`."""
+        self.write_copies("assign", value)
 
     @property
     def led(self) -> bool:
         """True if a coordinator runs on this rank: the other workers, which have the copies, act on its requests."""
-        return self.placement.store is not None and self.placement.strategy.extended.coordination.leads
+        return False
 
-    def _of_workers(self) -> np.ndarray:
-        """Return the sum of the copies of all workers, which serve this rank.
+    def _of_all(self) -> Any:
+        """Return the value in cross-replica context. Collective."""
+        return self._aggregate()
 
-        Raises:
-            ContextError: the aggregation is not SUM.
-        """
-        if self.aggregation is not VariableAggregation.SUM:
-            remedy = "Read it in the functions, and return the values you need"
-            expected = (
-                "aggregation SUM of an ON_READ variable that a coordinator reads: each worker's functions write a copy"
-            )
-            got = self.aggregation.name
-            raise ContextError(explain("Variable", self.name, expected=expected, got=got, remedy=remedy))
-        self.placement.strategy.extended.coordination.announce("gathered", self)
-        return self._value_for_file()
+    def _assign_all(self, op: str, flat: Any) -> None:
+        """Write in cross-replica context. Collective."""
+        self.write_copies(op, flat)
 
     def _aggregate(self) -> Any:
         total = aggregate(self, self.copies)
@@ -426,10 +390,7 @@ class SyncOnReadVariable(Variable):
             remedy = "Call it in replica context, or use assign"
             expected, got = "another aggregation in cross-replica context", "SUM, for which the copy is ambiguous"
             raise ValueError(explain(function, self.name, expected=expected, got=got, remedy=remedy))
-        if self.led:
-            value = to_host(flat).reshape(self.shape)
-            self.placement.strategy.extended.coordination.announce("write_copies", self, op, value)
-        self.write_copies(op, flat)
+        self._assign_all(op, flat)
         return self
 
     def write_copies(self, op: str, value: Any) -> None:

@@ -53,8 +53,8 @@ class PerWorkerVariable(Variable):
         extended.require_cross("Variable.read_all")
         extended.coordination.announce("read_all", self)
         world = self.placement.creators
-        runs_steps = self.placement.store is None or self.placement.store.is_worker
-        own = b"\1" + self.numpy().tobytes() if runs_steps and not extended.coordination.leads else b""
+        runs_steps = self.placement.is_worker and not extended.coordination.leads
+        own = b"\1" + self.numpy().tobytes() if runs_steps else b""
         with world.collective("read_all", self.name, self.dtype, self.shape):
             copies = world.all_gather_bytes(own)
         return [np.frombuffer(copy, self.dtype, offset=1).reshape(self.shape).copy() for copy in copies if copy]

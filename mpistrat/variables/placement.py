@@ -17,7 +17,7 @@ from ..base.types import VariableAggregation, VariableSynchronization
 from ..comm.process_group import ProcessGroup
 from ..cross_device.ops import CrossDeviceOps
 
-__all__ = ["ORDINAL_STEP", "Description", "Placement", "Store", "Target"]
+__all__ = ["ORDINAL_STEP", "Description", "OptimizerMemory", "Placement", "Target"]
 
 ORDINAL_STEP = 4096  # distance of the numbers of optimizers; counts below it do not overlap
 
@@ -42,84 +42,74 @@ class Description:
     per_worker: bool = False  # each worker has its own copy
 
 
-class Store(ABC):
-    """The memory of variables and optimizer state outside of arenas.
+class OptimizerMemory(ABC):
+    """The slots and counts of a strategy's optimizers, and their numbers: next to arenas, or on servers.
 
-    Not all replicas step together there, and ranks use optimizers in different orders. So the store also numbers optimizers,
-    equally on every rank. Optimizers are opaque here.
+    Optimizers are opaque here.
 
     Attributes:
-        group: all ranks of the strategy, which create variables together.
-        first_worker: the first of them that has replicas.
-        with_first_worker: whether this rank's replicas step together with that one's.
-        is_worker: whether this rank has replicas.
+        not_whole: why variables are not whole on each node, for errors; "" if they may be.
     """
 
-    group: ProcessGroup
-    first_worker: int
-    with_first_worker: bool
-    is_worker: bool
+    not_whole = ""
 
-    @abstractmethod
-    def make(self, placement: Placement, what: Description) -> tuple[Any, list[Target]]:
-        """Return a new variable, and this rank's targets for its initial value. Collective, inside a collective."""
-
-    @abstractmethod
-    def make_step(self, optimizer: Any, variables: Sequence[Any]) -> Any:
-        """Return an `optimizers.rule.UpdateRun` of an optimizer on variables."""
+    # numbers
 
     @abstractmethod
     def next_ordinal(self) -> int:
         """Return the ordinal of the next optimizer created in the strategy's scope."""
 
     @abstractmethod
-    def number_of(self, optimizer: Any) -> int:
-        """Return the number of an optimizer in files."""
+    def number_of(self, optimizer: Any) -> int | None:
+        """Return the number of an optimizer among those created; None if it was created elsewhere."""
 
     @abstractmethod
-    def numbers_of_names(self, names: Sequence[str]) -> list[int]:
-        """Return numbers for the optimizers of a file that has only their names."""
+    def made(self) -> Sequence[Any]:
+        """Return the existing optimizers that the program may apply to the variables."""
 
     @abstractmethod
-    def made(self) -> list[Any]:
-        """Return the optimizers that the program has created and may apply to the variables."""
+    def made_everywhere(self) -> Sequence[Any]:
+        """Return the optimizers created in the scope, the same on every rank."""
 
     @abstractmethod
-    def each_slots(self, optimizer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the name and the slots of each variable that an optimizer has updated. Collective."""
+    def numbers_made(self, names: Sequence[str], made: Sequence[int | None]) -> Sequence[int | None]:
+        """Return the numbers, as `number_of`, of the optimizers of a file, from their names and numbers there."""
 
     @abstractmethod
-    def keeps(self, variable: Any) -> bool:
-        """Return True for a variable in the store, False if each replica has its own value."""
+    def free_number(self, number: int | None, taken: set[int | None], least: int = 0) -> int:
+        """Return, and take, the number in files of an optimizer that has none; `number` as `number_of`."""
+
+    # steps and slots
 
     @abstractmethod
-    def value_here(self, variable: Any) -> Any:
-        """Return a new array of a variable on this rank; None on other ranks."""
-
-    @abstractmethod
-    def slots_here(self, optimizer: Any, writers: Collection[int] | None, each_node: bool) -> Iterator[SlotsHere]:
-        """Yield this rank's part of the slots of each variable. Collective. See `optimizer_states.Kept.slots_here`."""
-
-    @abstractmethod
-    def read_slots(self, optimizer: Any, variable: Any) -> dict[str, Any]:
-        """Return new arrays with a variable's slots, on every rank. Collective."""
-
-    @abstractmethod
-    def write_slots(self, optimizer: Any, variable: Any, values: Mapping[str, Any]) -> None:
-        """Overwrite a variable's slots. Call it on every rank."""
-
-    @abstractmethod
-    def forget_slots(self, optimizer: Any, variables: Collection[Any] | None) -> None:
-        """Drop the slots of variables on this rank; None for all. Call it on every rank."""
-
-    @property
-    @abstractmethod
-    def early(self) -> list[Any]:
-        """The optimizers created in the scope that have taken no step on any rank, agreed on by all ranks."""
+    def make_step(self, optimizer: Any, variables: Sequence[Any], left_out: Sequence[Any]) -> Any:
+        """Return an `optimizers.rule.UpdateRun` of an optimizer on variables; those left out have no gradient."""
 
     @abstractmethod
     def iterations(self, optimizer: Any) -> int:
         """Return the number of steps of an optimizer, the largest of any rank. Collective."""
+
+    @abstractmethod
+    def each_slots(self, optimizer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the name and the whole slots of each variable that has some, one variable at a time. Collective."""
+
+    @abstractmethod
+    def slots_here(
+        self, optimizer: Any, writers: Collection[int] | None, all_else: bool, each_node: bool
+    ) -> Iterator[SlotsHere]:
+        """Yield this rank's part of the slots of each variable. Collective. See `optimizer_states.Kept.slots_here`."""
+
+    @abstractmethod
+    def read_slots(self, optimizer: Any, variable: Any) -> dict[str, Any]:
+        """Return a variable's slots, on every rank; {} if it was never updated. Collective."""
+
+    @abstractmethod
+    def write_slots(self, optimizer: Any, variable: Any, values: Mapping[str, Any]) -> None:
+        """Overwrite this rank's part of a variable's slots. Call it on every rank. See `SlotStore.write`."""
+
+    @abstractmethod
+    def forget_slots(self, optimizer: Any, variables: Collection[Any] | None) -> None:
+        """Reset the slots of variables, None for all, to their start values. Call it on every rank."""
 
 
 # A variable's name and shape, the dtype of its slots, and this rank's elements of each slot: the number of the first one
@@ -137,39 +127,49 @@ class Placement:
         ops: the reductions of values of those replicas.
         arenas: the memory of variables.
         strategy: the strategy, as in the frames of `context`; opaque here.
+        creators: the ranks that create variables together.
+        make: allocates a variable, and returns it with this rank's targets for its initial value. Collective, inside a
+            collective.
         devices: one for each local replica.
         distributed: False for strategies with one replica (the default, OneDeviceStrategy): writes in replica context are not
             aggregated.
-        store: the memory of variables and optimizer state, if not the arenas.
+        first_worker: the first of the creators that has replicas.
+        is_worker: whether this rank has replicas.
+        store: the servers' store; None if all replicas step together.
         partitioner: returns the number of shards of a variable, see `partitioners`; default: one.
         grid: the ranks over which each replica is divided; None if it is not.
 
     Attributes:
         variables: every `Variable`, in the order of creation, the same on every rank.
         sharded: each `ShardedVariable` made of them.
-        made: the optimizers created in the strategy's scope, in that order.
+        made: the optimizers created in the strategy's scope, in that order. Other ranks may name them after this rank's program
+            has dropped them.
         apart: variables that nodes have updated separately since the last outer step, with the rounds they wait for.
         told_apart: whether an error has reported that weights differ that should be equal.
         steps: the factory of steps and rounds for optimizers; opaque here.
-        optimizers: those counted by the store. Other ranks may name them after this rank's program has dropped them.
+        optimizers: the slots, counts and numbers of optimizers.
     """
 
     group: ProcessGroup
     ops: CrossDeviceOps
     arenas: ArenaAllocator
     strategy: Any
+    creators: ProcessGroup
+    make: Callable[[Placement, Description], tuple[Any, list[Target]]]
     devices: Sequence[str] = ("cpu:0",)
     distributed: bool = True
-    store: Store | None = None
+    first_worker: int = 0
+    is_worker: bool = True
+    store: Any = None
     partitioner: Callable[..., Sequence[int]] | None = None
     grid: Grid | None = None
     variables: list[Any] = field(default_factory=list)
     sharded: list[Any] = field(default_factory=list)
-    optimizers: list[Any] = field(default_factory=list)
     made: list[Any] = field(default_factory=list)
     apart: dict[Any, Any] = field(default_factory=dict)
     told_apart: bool = False
     steps: Any = None
+    optimizers: OptimizerMemory = field(init=False)
     _names: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -178,23 +178,6 @@ class Placement:
         found = self.arenas.step.local_steps
         assert not isinstance(found, int)
         return found
-
-    @property
-    def creators(self) -> ProcessGroup:
-        """The ranks that create variables together."""
-        if self.store is not None:
-            return self.store.group
-        return self.group if self.grid is None else self.grid.world
-
-    @property
-    def first_worker(self) -> int:
-        """The first of the creators that has replicas."""
-        return 0 if self.store is None else self.store.first_worker
-
-    @property
-    def with_first_worker(self) -> bool:
-        """True if this rank's replicas step together with the first worker's."""
-        return self.store is None or self.store.with_first_worker
 
     def note_optimizer(self, optimizer: Any) -> int:
         """Register an optimizer created in the scope, and return its number there."""
@@ -226,7 +209,6 @@ class Placement:
             whole._close()
         for variable in self.variables:
             variable._close()
-        self.optimizers.clear()
         self.made.clear()
         if self.steps is not None:
             self.steps.close()

@@ -21,7 +21,14 @@ from ..base.types import VariableAggregation, VariableSynchronization
 from .array_like import ArrayVariable
 from .placement import Description, Placement
 
-__all__ = ["Variable", "explain_foreign", "require_gradient", "value_for_file", "variable_creator_scope"]
+__all__ = [
+    "Variable",
+    "explain_foreign",
+    "parts_for_file",
+    "require_gradient",
+    "value_for_file",
+    "variable_creator_scope",
+]
 
 
 _ARGUMENTS = (
@@ -207,6 +214,10 @@ class Variable(ArrayVariable, metaclass=_FrontDoor):
     def _value_for_file(self) -> np.ndarray | None:
         return self.numpy()
 
+    def _parts_for_file(self, leads: bool, at_home: bool) -> list[tuple[int, Any]]:
+        value = self._value_for_file()
+        return [(0, value)] if leads else []
+
     def load(self, value: np.ndarray) -> None:
         """Write a value that every rank has. Collective over all ranks of the strategy; used for files."""
         self.assign(value)
@@ -318,3 +329,11 @@ def _kind(strategy: Any) -> str:
 def value_for_file(variable: Variable) -> np.ndarray | None:
     """Return `Variable.gathered`, when all ranks call it. Collective."""
     return variable._value_for_file()
+
+
+def parts_for_file(variable: Variable, leads: bool, at_home: bool) -> list[tuple[int, Any]]:
+    """Return the value for files on the rank that leads, with the number of its first element, and [] on others. Collective.
+
+    With `at_home` the server of a variable on servers has it instead.
+    """
+    return variable._parts_for_file(leads, at_home)

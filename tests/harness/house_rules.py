@@ -556,9 +556,8 @@ class Option:
 
 OPTIONS = {
     "parameter servers": Option(
-        {"placement.store": "*", "core.store": "optimizers/* state/* strategy/*", "self.store": "optimizers/core.py",
-         "served": "keras/* shadow/*", "has_workers": "*"},
-        "Store",
+        {"placement.store": "*", "served": "keras/* shadow/*", "has_workers": "*"},
+        "",
         "parameter_server/* remote/* keras/served.py",
     ),
     "local steps": Option(

@@ -41,6 +41,10 @@ class PushStep(UpdateRun):
         check_numerics: bool = False,
         wire: str | None = None,
     ) -> None:
+        if "direct" in optimizer._core.passes:
+            kind, remedy = type(optimizer).__name__, "Use Adam with parameter servers"
+            expected, got = f"variables that are whole on each rank's node, for {kind}", "variables on servers"
+            raise ValueError(explain("apply_gradients", optimizer.name, expected=expected, got=got, remedy=remedy))
         refused = "use_ema", "gradient_accumulation_steps"
         kept = [name for name in refused if getattr(optimizer, name)]
         if kept:

@@ -284,7 +284,7 @@ def test_a_value_that_is_assigned_is_that_value(opened, wire):
         values = [np.full(v.shape, 0.1, np.float32) for v in variables]
         for v, value in zip(variables, values, strict=True):
             v.assign(value)
-        before = [slots["wire_residual"] for _, slots in optimizer._core.each_slots()]
+        before = [slots["wire_residual"] for _, slots in optimizer._core.memory.each_slots(optimizer)]
         assert not any(array.any() for array in before)
         train(strategy, variables, optimizer, range(2, 3))
         after = state_of(variables, optimizer)
