@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
 
 from ..arena.layout import Receiver
 from ..base import context, log
 from ..base.errors import explain
 from ..base.limits import AT_LEAST_ZERO
-from ..variables.placement import OptimizerMemory
+from ..comm.arrays import accumulation_dtype
+from ..variables.placement import ORDINAL_STEP, OptimizerMemory, SlotsHere
 from ..variables.variable import Variable
-from .arena_memory import ArenaMemory
 from .begun import Begun
 from .hyperparameters import CallableRate, Rate, numbers_of, private_numbers_of
 from .rule import UpdateRule, UpdateRun
 from .schedules import LearningRateSchedule
 from .settings import changed
-from .slots import SlotStore
+from .slots import SlotStore, whole_slots
 
 if TYPE_CHECKING:
     from .device_scale import DeviceLossScale
 
-__all__ = ["OptimizerCore", "find", "known"]
+__all__ = ["ArenaMemory", "OptimizerCore", "find", "known"]
 
 _ROUNDING = 1e-12  # of a schedule that ends at 0
-_NO_STRATEGYS = ArenaMemory()
+_ordinals = itertools.count(step=ORDINAL_STEP)
 _known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
@@ -94,7 +97,7 @@ class OptimizerCore:
     def take_next_ordinal(self) -> None:
         """Register the complete optimizer for `find`, with the next ordinal."""
         placement = context.get_strategy().extended.placement if context.has_strategy() else None
-        self._made_in = _NO_STRATEGYS if placement is None else placement.optimizers
+        self._made_in = _NO_STRATEGY if placement is None else placement.optimizers
         self._number, self.taken = None, Counter()
         if placement is not None:
             self._number = weakref.ref(placement), placement.note_optimizer(self.optimizer)
@@ -332,6 +335,81 @@ class OptimizerCore:
     def take_outer_step(self) -> None:
         """Take an outer step now, if nodes have taken local ones, for `Strategy.outer_step`. Collective."""
         self.slots.end_round()
+
+
+@final
+class ArenaMemory(OptimizerMemory):
+    """The memory of optimizers next to arenas. In files their numbers are in the order of their first steps.
+
+    Args:
+        placement: of the strategy, which optimizers do not keep alive; None for optimizers that have no strategy yet.
+    """
+
+    def __init__(self, placement: Any = None) -> None:
+        self._placement: Callable[[], Any] = (lambda: None) if placement is None else weakref.ref(placement)
+
+    def next_ordinal(self) -> int:
+        return next(_ordinals)
+
+    def number_of(self, optimizer: Any) -> int | None:
+        number: int | None = optimizer._core.number_in(self._placement())
+        return number
+
+    def made(self) -> Sequence[Any]:
+        return [*self._placement().made]
+
+    made_everywhere = made
+
+    def numbers_made(self, names: Sequence[str], made: Sequence[int | None]) -> Sequence[int | None]:
+        return made
+
+    def free_number(self, number: int | None, taken: set[int | None], least: int = 0) -> int:
+        """Return the first free number, and take it."""
+        found = next(number for number in itertools.count(least) if number not in taken)
+        taken.add(found)
+        return found
+
+    def make_step(self, optimizer: Any, variables: Sequence[Any], left_out: Sequence[Any]) -> Any:
+        step = optimizer._run_on(variables, [variable.name for variable in left_out])
+        return self._placement().steps.in_order(step)
+
+    def iterations(self, optimizer: Any) -> int:
+        return int(optimizer._core.calls)
+
+    def each_slots(self, optimizer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the name and the whole slots of each variable, also of those not updated since `set_state`. Collective."""
+        core = optimizer._core
+        variables = [] if core.strategy is None else core.strategy.extended.placement.variables
+        parts = {variable.name: variable.part for variable in variables}
+        for name, slots in core.slots_of_parts():
+            yield name, whole_slots(parts.get(name), slots)
+
+    def slots_here(
+        self, optimizer: Any, writers: Collection[int] | None, all_else: bool, each_node: bool
+    ) -> Iterator[SlotsHere]:
+        core = optimizer._core
+        yield from core.slots.waiting(writers, all_else, each_node)
+        for variable in core.variables:
+            if core.slots.in_files(variable):
+                parts = core.slots.here(variable, writers, each_node)
+                yield variable.name, variable.shape, accumulation_dtype(variable.dtype), parts
+
+    def read_slots(self, optimizer: Any, variable: Any) -> dict[str, Any]:
+        core = optimizer._core
+        if any(variable is known for known in core.variables):
+            return dict(core.slots.read(variable))
+        waiting = core.slots.pending.get(variable.name, {}) if core.may_join(variable.placement.strategy) else {}
+        return {name: np.array(array) for name, array in waiting.items() if name in optimizer.slot_names}
+
+    def write_slots(self, optimizer: Any, variable: Any, values: Mapping[str, Any]) -> None:
+        optimizer._core.slots.write(variable, values)
+
+    def forget_slots(self, optimizer: Any, variables: Collection[Any] | None) -> None:
+        core = optimizer._core
+        core.slots.restart(core.variables if variables is None else variables)
+
+
+_NO_STRATEGY = ArenaMemory()
 
 
 def find(ordinal: int) -> Any:

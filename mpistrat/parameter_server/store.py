@@ -117,9 +117,7 @@ class ServerStore(OptimizerMemory):
             flat = memory.reshape(-1)
         return variable, [(flat, 0, flat.size)]
 
-    def make_step(
-        self, optimizer: Optimizer, variables: Sequence[ParameterServerVariable], left_out: Sequence[Any]
-    ) -> PushStep:
+    def make_step(self, optimizer: Optimizer, variables: Sequence[Any], left_out: Sequence[Any]) -> PushStep:
         """Return the step of an optimizer. On workers: it is called in `run`, which is theirs."""
         assert isinstance(self.access, WorkerAccess)
         return PushStep(optimizer, self._strategy, variables, self.access, self._check_numerics, self._wire)

@@ -21,7 +21,7 @@ from ..cluster.topology import Topology
 from ..comm.process_group import ProcessGroup
 from ..cross_device.collectives import PLAIN, Collectives, as_scalar
 from ..cross_device.ops import CrossDeviceOps
-from ..optimizers.arena_memory import ArenaMemory
+from ..optimizers.core import ArenaMemory
 from ..state.optimizer_states import OptimizerStates
 from ..step.table import Steps
 from ..variables import ArenaAllocator, Placement, ShardedVariable, Variable, create_variable, explain_foreign

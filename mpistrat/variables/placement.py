@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import numpy as np
 
@@ -42,7 +41,7 @@ class Description:
     per_worker: bool = False  # each worker has its own copy
 
 
-class OptimizerMemory(ABC):
+class OptimizerMemory(Protocol):
     """The slots and counts of a strategy's optimizers, and their numbers: next to arenas, or on servers.
 
     Optimizers are opaque here.
@@ -51,63 +50,50 @@ class OptimizerMemory(ABC):
         not_whole: why variables are not whole on each node, for errors; "" if they may be.
     """
 
-    not_whole = ""
+    not_whole: str = ""
 
     # numbers
 
-    @abstractmethod
     def next_ordinal(self) -> int:
         """Return the ordinal of the next optimizer created in the strategy's scope."""
 
-    @abstractmethod
     def number_of(self, optimizer: Any) -> int | None:
         """Return the number of an optimizer among those created; None if it was created elsewhere."""
 
-    @abstractmethod
     def made(self) -> Sequence[Any]:
         """Return the existing optimizers that the program may apply to the variables."""
 
-    @abstractmethod
     def made_everywhere(self) -> Sequence[Any]:
         """Return the optimizers created in the scope, the same on every rank."""
 
-    @abstractmethod
     def numbers_made(self, names: Sequence[str], made: Sequence[int | None]) -> Sequence[int | None]:
         """Return the numbers, as `number_of`, of the optimizers of a file, from their names and numbers there."""
 
-    @abstractmethod
     def free_number(self, number: int | None, taken: set[int | None], least: int = 0) -> int:
         """Return, and take, the number in files of an optimizer that has none; `number` as `number_of`."""
 
     # steps and slots
 
-    @abstractmethod
     def make_step(self, optimizer: Any, variables: Sequence[Any], left_out: Sequence[Any]) -> Any:
         """Return an `optimizers.rule.UpdateRun` of an optimizer on variables; those left out have no gradient."""
 
-    @abstractmethod
     def iterations(self, optimizer: Any) -> int:
         """Return the number of steps of an optimizer, the largest of any rank. Collective."""
 
-    @abstractmethod
     def each_slots(self, optimizer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the name and the whole slots of each variable that has some, one variable at a time. Collective."""
 
-    @abstractmethod
     def slots_here(
         self, optimizer: Any, writers: Collection[int] | None, all_else: bool, each_node: bool
     ) -> Iterator[SlotsHere]:
         """Yield this rank's part of the slots of each variable. Collective. See `optimizer_states.Kept.slots_here`."""
 
-    @abstractmethod
     def read_slots(self, optimizer: Any, variable: Any) -> dict[str, Any]:
         """Return a variable's slots, on every rank; {} if it was never updated. Collective."""
 
-    @abstractmethod
     def write_slots(self, optimizer: Any, variable: Any, values: Mapping[str, Any]) -> None:
         """Overwrite this rank's part of a variable's slots. Call it on every rank. See `SlotStore.write`."""
 
-    @abstractmethod
     def forget_slots(self, optimizer: Any, variables: Collection[Any] | None) -> None:
         """Reset the slots of variables, None for all, to their start values. Call it on every rank."""
 
