@@ -13,7 +13,7 @@ import numpy as np
 from ..base.errors import explain
 from ..comm.process_group import ProcessGroup
 
-__all__ = ["DATA", "Box", "Grid", "Part", "Receiver", "check_layouts", "exchanged"]
+__all__ = ["DATA", "Box", "Grid", "Part", "Receiver", "check_layouts", "exchanged", "part_of"]
 
 DATA = "data"  # the axis whose coordinates are replicas
 
@@ -52,6 +52,7 @@ class Box:
 
     Attributes:
         shape: of the whole.
+        elements: `Part.elements`, if each rank of a replica has a box of the whole; else None.
         whole_size, size: numbers of elements.
         first: the offset of its first element in the whole.
 
@@ -61,9 +62,14 @@ class Box:
         (4, [(4, 0, 2), (8, 2, 2)])
     """
 
-    def __init__(self, shape: Sequence[int], ranges: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(
+        self,
+        shape: Sequence[int],
+        ranges: Sequence[tuple[int, int]] = (),
+        elements: Callable[..., np.ndarray] | None = None,
+    ) -> None:
         """Take ranges of all dimensions, or of the first ones."""
-        self.shape, self._given = tuple(shape), tuple(ranges)
+        self.shape, self._given, self.elements = tuple(shape), tuple(ranges), elements
         self.first, self.whole_size = 0, math.prod(self.shape)
         self.size, stride = self.whole_size, self.whole_size
         for (low, high), length in zip(self._given, self.shape, strict=False):
@@ -75,6 +81,16 @@ class Box:
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """First and last index, exclusive, in each dimension."""
         return self._given + tuple((0, length) for length in self.shape[len(self._given) :])
+
+    @property
+    def is_whole(self) -> bool:
+        """True if it has the shape of the whole."""
+        return all(high - low == length for (low, high), length in zip(self._given, self.shape, strict=False))
+
+    def cut(self, whole: Any) -> Any:
+        """Return the box of a whole array: a view."""
+        index = (*(slice(low, high) for low, high in self._given), ...)
+        return whole[index]
 
     @property
     def contiguous(self) -> bool:
@@ -187,7 +203,7 @@ class Part:
         self.shape = tuple(n // cuts for n, cuts in zip(self.whole_shape, lengths, strict=True))
         self.split = self.shape != self.whole_shape
         self._boxes: dict[tuple[int, ...], Box] = {}
-        self.box = self._box(grid.at)
+        self.box = Box(self.whole_shape, self._box(grid.at).ranges, self.elements)
 
     @property
     def slices(self) -> tuple[slice, ...]:
@@ -242,7 +258,7 @@ class Part:
 
     def cut(self, whole: Any) -> Any:
         """Return this rank's part of a whole array: a view. Local."""
-        return whole[self.slices]
+        return self.box.cut(whole)
 
     def whole(self, own: Any) -> np.ndarray:
         """Return the whole on every rank, from each rank's part. Collective over the replica."""
@@ -260,6 +276,44 @@ class Part:
             ranges = [(n * c, n * c + n) for n, c in zip(self.shape, corner, strict=True)]
             self._boxes[corner] = Box(self.whole_shape, ranges)
         return self._boxes[corner]
+
+
+def part_of(
+    grid: Grid | None,
+    layout: Sequence[str | None] | None,
+    shape: Sequence[int],
+    name: str,
+    own: bool,
+    constrained: bool,
+) -> Part | None:
+    """Return the part of a new variable that each rank holds; None if each has all.
+
+    Args:
+        grid: the mesh of the strategy, if it has one.
+        layout: as given, or None.
+        shape, name: of the variable.
+        own: True if each replica has its own value.
+        constrained: True if there is a constraint.
+
+    Raises:
+        ValueError: a layout without a mesh, for a variable of which each replica has its own value, or with a constraint; one
+            that does not fit.
+        TypeError: not a tuple of names.
+    """
+    if grid is None or own:
+        if layout is not None:
+            expected, got = "none for an ON_READ variable, of which each replica has its own", repr(layout)
+            remedy = ""
+            if grid is None:
+                expected, got = "a strategy with a mesh, for a layout", f"{layout!r} under another one"
+                remedy = 'ms.MeshStrategy(axes={"data": -1, "model": 4}); or leave layout out'
+            raise ValueError(explain("Variable", f"{name}: layout", expected=expected, got=got, remedy=remedy))
+        return None
+    part = Part(grid, shape, (None,) * len(shape) if layout is None else layout, name)
+    if part.split and constrained:
+        expected, got = "no constraint, which is a function of the whole array", f"a constraint and the layout {layout}"
+        raise ValueError(explain("Variable", f"{name}: constraint", expected=expected, got=got))
+    return part
 
 
 def check_layouts(function: str, layouts: Any, names: Sequence[str]) -> None:

@@ -22,7 +22,8 @@ from ..base.waiting import Backoff, Deadline
 from ..comm.arrays import as_array, import_cupy, is_bfloat16, is_gpu
 from ..comm.gpu import lend
 from ..strategy.contexts import stepping
-from ..variables import Variable
+from ..variables import Quality, Variable
+from ..variables.variable import box_of
 
 __all__ = [
     "ByIdentity",
@@ -72,14 +73,16 @@ class JaxLink:
         name: of the leaf in its tree.
         variable: the variable.
         mean: True if a replica differentiates the mean over its own rows.
+        own: True if this rank has the variable's memory.
         weighted: by local replica, True if `value_and_grad` has differentiated the leaf since the last `apply`, False if it
             did before.
     """
 
-    __slots__ = ("__weakref__", "_array", "_lent", "mean", "name", "variable", "weighted")
+    __slots__ = ("__weakref__", "_array", "_lent", "mean", "name", "own", "variable", "weighted")
 
     def __init__(self, name: str, variable: Variable, mean: bool) -> None:
         self.name, self.variable, self.mean = name, variable, mean
+        self.own = not variable.placement.lacks(Quality.OWN_VARIABLES)
         self.weighted: dict[int, bool] = {}
         self._array: weakref.ref[Any] | None = None
         self._lent: list[weakref.ref[Any]] = []  # one per array; they die when JAX has released its memory
@@ -97,11 +100,11 @@ class JaxLink:
     def make(self) -> Any:
         """Return a new array of the variable's memory, or of its current value on a server."""
         variable = self.variable
-        if variable.placement.store is not None:
-            array = jax.numpy.array(variable.array)
-        else:
+        if self.own:
             array, reference = _alias(variable.storage(), self.name)
             self._lent = [reference, *(known for known in self._lent if known() is not None)]
+        else:
+            array = jax.numpy.array(variable.array)
         self._array = weakref.ref(array)
         _links.set(array, self)
         return array
@@ -234,7 +237,7 @@ def current(params: Any) -> Any:
 
 def _now(link: JaxLink, leaf: Any) -> Any:
     array = link.array
-    if link.variable.placement.store is None and array is not None and not array.is_deleted():
+    if link.own and array is not None and not array.is_deleted():
         return array
     return link.make()
 
@@ -315,7 +318,7 @@ def assign(params: Any, values: Any) -> Any:
             if link is None and is_array(leaf):
                 others.append(f"{name} #{checksum(np.ascontiguousarray(leaf).reshape(-1)):08x}")
     agree.same(exchange, ", ".join([f"{_FUNCTION} of {len(known)} parameters", *others]), agree.mismatch)
-    if placement.store is None:
+    if known[0].own:
         release(known)
     for link, array in zip(links, arrays, strict=True):
         if link is not None:
@@ -330,9 +333,9 @@ def _fitting(value: Any, variable: Any, name: str) -> np.ndarray:
     if not is_parameter(value):
         got = type(value).__name__ if not is_array(value) else f"{value.dtype}{value.shape}"
         raise ValueError(explain(_FUNCTION, name, expected="a floating array", got=got))
-    array, part = plain_array(jax.block_until_ready(value), _FUNCTION, name), variable.part
-    if part is not None and array.shape == part.whole_shape:
-        array = part.cut(array)
+    array, box = plain_array(jax.block_until_ready(value), _FUNCTION, name), box_of(variable)
+    if array.shape == box.shape:
+        array = box.cut(array)
     if array.shape != variable.shape:
         raise ValueError(explain(_FUNCTION, name, expected=f"shape {variable.shape}", got=f"shape {array.shape}"))
     return np.array(array, variable.dtype)

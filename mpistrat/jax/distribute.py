@@ -16,7 +16,7 @@ from ..base.errors import DeviceError, explain
 from ..base.masks import plain_array
 from ..optimizers import Optimizer
 from ..strategy.loss import check_loss
-from ..variables import Variable
+from ..variables import Quality, Variable
 from .arrays import JaxLink, flatten, is_array, is_parameter, link_of, names_of
 from .rule import JaxRule
 
@@ -82,7 +82,7 @@ def distribute(
     """
     context.expect_scope(_FUNCTION, "params = ms.jax.distribute(params)")
     placement = context.get_strategy().extended.placement
-    placement.require_kept_gradients(_FUNCTION)
+    placement.require(_FUNCTION, Quality.KEPT_GRADIENTS, "gradients lie in the framework's arrays")
     exchange = functools.partial(placement.creators.exchange, _FUNCTION)
     leaves, structure = flatten(tree)
     names = names_of(tree)

@@ -21,7 +21,7 @@ from ..optimizers import Optimizer
 from ..optimizers.foreign import ForeignRule, WholeRule
 from ..optimizers.rule import Block, UpdateRun
 from ..optimizers.whole_state import StateArray, require_whole
-from ..variables import Variable
+from ..variables import Quality, Variable
 from .arrays import flatten, is_array, is_parameter, memory_of, names_of, of_memory
 from .reading import Mixes, Program, digest, read, word
 
@@ -88,7 +88,7 @@ class JaxRule(ForeignRule):
         """
         if self.__blocks is not None and not self.__blocks.take_extra(extra):
             extra = {}  # which the rule does not read
-        if extra and self.__blocks is not None and self.__variables[0].placement.store is not None:
+        if extra and self.__blocks is not None and self.__variables[0].placement.lacks(Quality.OWN_VARIABLES):
             expected, got = "no extra arguments for an update that servers compute", ", ".join(extra)
             raise TypeError(explain("ms.jax.apply", "optimizer", expected=expected, got=got))
         if self._whole is not None:
@@ -109,7 +109,7 @@ class JaxRule(ForeignRule):
         """
         self.__variables = list(variables)
         self.__places = {variable.name: place for place, variable in enumerate(variables)}
-        if self.__blocks is not None and self.__blocks.unequal and variables[0].placement.store is not None:
+        if self.__blocks is not None and self.__blocks.unequal and variables[0].placement.lacks(Quality.OWN_VARIABLES):
             rule = "an optimizer whose state starts with the weights"
             require_whole(self._function, variables, rule, self._remedy)
         super().serve(variables)

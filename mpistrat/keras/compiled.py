@@ -275,7 +275,7 @@ def over_ranks(link: ModelLink) -> Iterator[None]:
     """Divide losses by sums over the rows of all ranks in a `with` block, collectively."""
     if keras_losses.reduce_weighted_values is _reduce:
         keras_losses.reduce_weighted_values = _reduced
-    token = _sums.set(None if link.size == 1 or link.served else _Sums(link))
+    token = _sums.set(_Sums(link) if link.meets and link.size > 1 else None)
     try:
         yield
     finally:

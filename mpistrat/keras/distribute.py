@@ -18,9 +18,11 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from ..base import context
 from ..base.devices import parse
 from ..base.errors import ContextError, LayoutError, check_framework, explain
+from ..variables import Quality
 from .link import ModelLink, arrays_of, subclass
 from .model import DistributedModel
 from .optimizer import DistributedOptimizer, distribute_optimizer, in_graph
+from .served import ServedLink
 from .state import describe_optimizer
 
 __all__ = [
@@ -164,7 +166,7 @@ def distribute(model: M) -> M:
         check_framework(backend, "keras", keras.__version__, "3.15", "older versions read batches ahead of the step")
         check_framework(backend, "jax", jax.__version__, "0.6", "older versions have no buffer_callback")
     given.__class__ = subclass(type(given), DistributedModel)
-    vars(given)["mpistrat"] = link = ModelLink(context.get_strategy())
+    vars(given)["mpistrat"] = link = _link_of(context.get_strategy())
     link.model = weakref.ref(given)
     context.get_strategy().extended.models.add(given)
     guard(given)
@@ -180,16 +182,18 @@ def _check_layout(function: str, strategy: Any) -> None:
         LayoutError: it has several GPUs, or is a worker with several replicas; or nodes take local steps, or gradients are
             submitted asynchronously.
     """
-    extended = strategy.extended
-    extended.placement.require_kept_gradients(function)
-    if extended.placement.local_steps is not None:
-        got = f"one with {extended.placement.local_steps}"
-        expected, remedy = "a strategy whose nodes step together", "Leave local_steps out: Keras's models train in sync"
-        raise LayoutError(explain(function, "strategy", expected=expected, got=got, remedy=remedy))
-    devices = [device for device in extended.placement.devices if parse(device)[0] != "cpu"]
-    served = extended.placement.store is not None
-    if len(extended.replicas) > 1 and (devices or served):
-        got = f"{type(strategy).__name__} with {len(extended.replicas)} on this one"
+    placement = strategy.extended.placement
+    placement.require(function, Quality.KEPT_GRADIENTS, "gradients lie in the framework's arrays")
+    placement.require(function, Quality.EQUAL_NODES, "Keras's models train in sync")
+    devices = [device for device in placement.devices if parse(device)[0] != "cpu"]
+    if len(strategy.extended.replicas) > 1 and (devices or placement.lacks(Quality.COMMON_STEPS)):
+        got = f"{type(strategy).__name__} with {len(strategy.extended.replicas)} on this one"
         remedy = "Start one process for each device"
         expected = "one replica on each rank, or several on the CPU of ranks that step together"
         raise LayoutError(explain(function, "strategy", expected=expected, got=got, remedy=remedy))
+
+
+def _link_of(strategy: Any) -> ModelLink:
+    if strategy.extended.placement.lacks(Quality.COMMON_STEPS):
+        return ServedLink(strategy)
+    return ModelLink(strategy, DistributedOptimizer)

@@ -31,12 +31,11 @@ from ..base.partition import block
 from ..comm.arrays import is_gpu, to_host
 from ..data import Dataset, DistributedDataset, from_arrays
 from ..data.nodes.sources import row_content
-from ..strategy.input import Distributor, Division
 from ..strategy.loss import weight_of_pass
 from .link import ModelLink
 from .observed import inputs_of
 
-__all__ = ["KerasBatches", "ServedBatches", "arrays_in", "batches_of", "with_row"]
+__all__ = ["KerasBatches", "arrays_in", "batches_of", "with_row"]
 
 _COMPARED = 64  # rows of an array that ranks compare
 
@@ -68,6 +67,14 @@ class KerasBatches(data_adapter.DataAdapter):
         Args:
             example: a result of `example`.
         """
+
+    def begin(self, model: Any, steps: int | None) -> int | None:
+        """Begin a `fit`, given the steps of an epoch; return those of this rank. Collective."""
+        return steps
+
+    def dealt(self) -> KerasBatches:
+        """Return them dealt to workers, of which each has whole batches. Collective."""
+        return self
 
     @abstractmethod
     def local_batches(self) -> Iterator[tuple[Any, int | None, int]]:
@@ -170,7 +177,7 @@ class ArrayBatches(KerasBatches):
 
     def example(self) -> Any:
         whole = min(self._size, self._rows)
-        low, high = (0, whole) if self.link.served else block(whole, self.link.size, self.link.rank)
+        low, high = block(whole, self.link.size, self.link.rank)
         return self._taken(slice(low, max(high, low + 1)))
 
     def _taken(self, rows: Any) -> Any:
@@ -186,10 +193,10 @@ class ArrayBatches(KerasBatches):
             low, high = (start + low, start + high) if rows else (start, start + 1)
             yield self._taken(slice(low, high) if order is None else order[low:high]), rows, total
 
-    def dataset(self) -> Dataset:
-        """Return a dataset of the same batches."""
+    def dealt(self) -> KerasBatches:
         rows = from_arrays(self._taken(slice(0, self._rows)))
-        return (rows.shuffle(seed=self._seed) if self._shuffle else rows).batch(self._size)
+        dataset = (rows.shuffle(seed=self._seed) if self._shuffle else rows).batch(self._size)
+        return DatasetBatches(self.link, self.link.strategy.distribute_dataset(dataset), None)
 
     def _order(self) -> np.ndarray | None:
         if not self._shuffle:
@@ -221,7 +228,7 @@ class DatasetBatches(KerasBatches):
         return count if count >= 0 else None
 
     def describe(self) -> str:
-        count = "" if self.link.served else f", {self._dataset.cardinality()} batches"  # each worker has its own
+        count = f", {self._dataset.cardinality()} batches" if self.link.meets else ""  # each worker has its own
         return f"a dataset of {self._dataset.element_spec}{count}"
 
     def example(self) -> Any:
@@ -379,61 +386,6 @@ class OwnBatches(KerasBatches):
             raise CollectiveMismatchError(explain(function, "x", expected=expected, got=got, remedy=remedy))
 
 
-@final
-class ServedBatches(KerasBatches):
-    """Batches for parameter servers: a worker has its own; a server has none, and serves until workers have finished.
-
-    A rank without batches gets an example that is not used.
-
-    Args:
-        link: of the model.
-        whole: the input of `fit`.
-        dealt: a worker's share of it, if not all.
-    """
-
-    def __init__(self, link: ModelLink, whole: KerasBatches, dealt: KerasBatches | None = None) -> None:
-        super().__init__(link)
-        self._whole, self._dealt = whole, dealt or whole
-        self._reading: Any = None
-
-    @property
-    def num_batches(self) -> int | None:
-        return None if self.link.strategy.is_server else self._dealt.num_batches
-
-    def describe(self) -> str:
-        return self._whole.describe()
-
-    def example(self) -> Any:
-        return self._whole.example()
-
-    def compare_first(self, example: Any) -> None:
-        self._whole.compare_first(example)
-
-    def on_epoch_begin(self) -> None:
-        self._dealt.on_epoch_begin()
-
-    def on_epoch_end(self) -> None:
-        self._dealt.on_epoch_end()
-
-    def local_batches(self) -> Iterator[tuple[Any, int | None, int]]:
-        link = self.link
-        link.counts = False
-        if link.strategy.is_server:
-            link.strategy.serve()
-        else:
-            self._reading = self._dealt.local_batches()
-            for batch in self._reading:
-                link.counts = True
-                yield batch
-        if not link.counts:  # Keras's loops need a step
-            yield self._whole.example(), None, 0
-
-    def close(self) -> None:
-        """Stop reading, which belongs to a pass."""
-        if self._reading is not None:
-            self._reading.close()
-
-
 def arrays_in(batch: Any) -> Iterator[np.ndarray]:
     """Yield the arrays of a batch of any library, on the host."""
     return (keras.ops.convert_to_numpy(leaf) for leaf in keras.tree.flatten(batch) if leaf is not None)
@@ -454,46 +406,23 @@ def batches_of(
             if value is not None:
                 remedy = "Put it into the dataset: batches of (x, y) or (x, y, sample_weight)"
                 raise ValueError(explain(function, name, expected="None with a dataset", got="a value", remedy=remedy))
-        batches = DatasetBatches(link, _distributed(link, function, x, training), class_weight)
-        return _for(link, training, batches)
-    if isinstance(x, keras.utils.PyDataset):
+        batches: KerasBatches = DatasetBatches(link, link.distributed(function, x, training), class_weight)
+    elif isinstance(x, keras.utils.PyDataset):
         expected = "arrays, a dataset of ms.data, or batches of this rank's own"
         remedy = (
             "Keras draws the order of a PyDataset by each process's random numbers, and reads it ahead in threads: "
             "ranks would mix batches. Make an ms.data.from_generator of it"
         )
         raise TypeError(explain(function, "x", expected=expected, got="a PyDataset", remedy=remedy))
-    if array_data_adapter.can_convert_arrays((x, y, sample_weight)):
+    elif array_data_adapter.can_convert_arrays((x, y, sample_weight)):
         settings = {"batch_size": batch_size, "steps": steps, "class_weight": class_weight}
-        arrays = ArrayBatches(link, (x, y, sample_weight), shuffle, **settings)
-        dealt = None
-        if link.served and training:
-            dealt = DatasetBatches(link, _distributed(link, function, arrays.dataset(), training), None)
-        return _for(link, training, arrays, dealt)
-    adapter = get_data_adapter(x, y, sample_weight, batch_size, steps, False, class_weight)
-    return _for(link, training, OwnBatches(link, adapter, type(x).__name__))
-
-
-def _for(link: ModelLink, training: bool, whole: KerasBatches, dealt: KerasBatches | None = None) -> KerasBatches:
-    """Return batches for training, or not."""
-    batches = ServedBatches(link, whole, dealt) if link.served and training else whole
+        batches = ArrayBatches(link, (x, y, sample_weight), shuffle, **settings)
+    else:
+        adapter = get_data_adapter(x, y, sample_weight, batch_size, steps, False, class_weight)
+        batches = OwnBatches(link, adapter, type(x).__name__)
+    batches = link.input(batches, training)
     batches.training = training
     return batches
-
-
-def _distributed(link: ModelLink, function: str, dataset: Any, training: bool) -> DistributedDataset:
-    """Return a dataset of this rank's batches. Under parameter servers all ranks evaluate together. Collective.
-
-    Raises:
-        ValueError: a dataset distributed over the workers cannot be evaluated.
-    """
-    if link.served and not training:
-        if isinstance(dataset, DistributedDataset):
-            expected, got = "the dataset itself, of whose batches servers have a part, too", "a distributed one"
-            raise ValueError(explain(function, "x", expected=expected, got=got))
-        group = link.strategy.extended.process_group
-        return Distributor(group, Division.together(group), None).of_dataset(dataset)
-    return dataset if isinstance(dataset, DistributedDataset) else link.strategy.distribute_dataset(dataset)
 
 
 def _joined(batch: Any) -> Any:

@@ -62,8 +62,6 @@ class JaxStep:
 
     def _updater(self) -> Callable[..., tuple[Any, Any]]:
         optimizer = self._model.optimizer
-        if self._link.served:
-            return _PushAndPull(optimizer)
         if not self._link.alone:
             return _KerasUpdate(optimizer)
         if optimizer.mpistrat_update is None and fits(optimizer) and not _constrained(optimizer):
@@ -93,22 +91,6 @@ class _KerasUpdate:
     def __call__(self, weights: Any, slots: Any, gradients: Sequence[np.ndarray]) -> tuple[Any, Any]:
         weights, slots = self._updated(slots, self._sum(*gradients), weights)
         return weights, slots
-
-
-@final
-class _PushAndPull:
-    """The servers' update."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._update = optimizer.mpistrat.update
-        self._iterations = [id(variable) for variable in optimizer.variables].index(id(optimizer.iterations))
-
-    def __call__(self, weights: Any, slots: Any, gradients: Sequence[np.ndarray]) -> tuple[Any, Any]:
-        import jax.numpy as jnp
-
-        slots = list(slots)
-        slots[self._iterations] = slots[self._iterations] + 1
-        return [jnp.array(array) for array in self._update.step(gradients, range(len(gradients)))], slots
 
 
 @final

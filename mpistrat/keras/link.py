@@ -6,8 +6,8 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -15,30 +15,35 @@ from keras.src import api_export
 from keras.src.saving import object_registration
 
 from ..arena.values import checksum
-from ..base import context, global_batch, log, nest
+from ..base import context, global_batch, log
 from ..base.agree import only_differences, same, together
 from ..base.distributed_values import PerReplica
 from ..base.errors import BatchError, CollectiveMismatchError, by_rank, explain
 from ..base.text import named
 from ..comm.process_group import ProcessGroup
+from ..data import DistributedDataset
 from ..optimizers.foreign import write_share
-from ..strategy.loss import summed_replicas, weight_of_pass
+from ..strategy.loss import weight_of_pass
 
 __all__ = ["ModelLink", "arrays_of", "subclass"]
 
 
-@final
 class ModelLink:
-    """The link between a model, its optimizers and a strategy.
+    """The link between a model, its optimizers and a strategy whose ranks take each step together.
+
+    Args:
+        strategy: the strategy. A rank computes for all of its replicas at once.
+        optimizers: the methods of distributed optimizers, a class.
+        readers: the ranks that divide batches, if not those of the placement.
 
     Attributes:
         strategy: the strategy. A rank computes for all of its replicas at once.
         rank: among those that divide batches: all; under a MeshStrategy along "data".
         size: the number of those ranks.
-        root: the source of weights, files and output: rank 0, under parameter servers the first worker.
+        root: the source of weights, files and output: rank 0, or the first that has replicas.
         writes: True on the root.
         first: True if this rank computes the same as the root, as a replica of a MeshStrategy.
-        served: True if parameter servers hold the weights; then ranks meet after epochs, not in steps.
+        meets: True if ranks meet in each step, not only after epochs.
         alone: True if this rank has one replica.
         counts: True if this rank computes; servers do not in training, nor do workers without a batch.
         share: the factor of this rank's gradients: its share of the batch's rows.
@@ -61,16 +66,16 @@ class ModelLink:
         traced: True if the training step was compiled for observers.
     """
 
-    def __init__(self, strategy: Any) -> None:
-        self.strategy, extended = strategy, strategy.extended
-        self.served = extended.placement.store is not None
+    meets = True
+
+    def __init__(self, strategy: Any, optimizers: type[Any], readers: ProcessGroup | None = None) -> None:
+        self.strategy, self.optimizers, extended = strategy, optimizers, strategy.extended
         self._group: ProcessGroup = extended.process_group
-        self._readers: ProcessGroup = self._group if self.served else extended.placement.group
+        self._readers: ProcessGroup = readers or extended.placement.group
         self.rank, self.size = self._readers.topology.rank, self._readers.topology.size
-        self.root = int(strategy.workers[0]) if self.served else 0
+        self.root = int(extended.placement.first_worker)
         self.writes, self.first = strategy.rank == self.root, self.rank == self.root
-        grid = extended.placement.grid
-        self._replica = None if grid is None or grid.replica.topology.size == 1 else grid.replica
+        self._replica: ProcessGroup | None = extended.placement.replica
         self.counts = True
         self.share, self.rowless, self.some_rowless = 1.0 / self.size, False, False
         self.in_step = self.in_sum = self.in_epoch = False
@@ -98,8 +103,6 @@ class ModelLink:
     def begin_batch(self, rows: int | None, total: int, batch: Any, training: bool) -> None:
         """Start the step of a batch, given its rows here, None for equal ranks, and on all ranks.
 
-        Under parameter servers, `batch` determines its share of the servers' step.
-
         Raises:
             ValueError: on every rank, when some have no row of one of several steps in a call.
         """
@@ -107,11 +110,6 @@ class ModelLink:
             expected, got = f"a row of each batch for {self.size} ranks", f"a batch of {total}"
             remedy = "compile with steps_per_execution=1, or leave such a batch out"
             raise ValueError(explain("fit", "x", expected=expected, got=got, remedy=remedy))
-        if self.served:  # a step is one of this worker
-            share = weight_of_pass(self.strategy, nest.flatten(batch), "fit") if training and total else 1.0
-            self.share, self.rowless = share / summed_replicas(self.strategy), rows == 0
-            self.some_rowless = self.rowless
-            return
         self._begin(1.0 / self.size if rows is None else rows / total, rows == 0, 0 < total < self.size)
         if training:
             self._begin_training_step(0 if rows is None or rows * self.size == total else total)
@@ -311,6 +309,16 @@ class ModelLink:
         failure, self.failure = self.failure, None
         return failure
 
+    # input
+
+    def distributed(self, function: str, dataset: Any, training: bool) -> DistributedDataset:
+        """Return a dataset of this rank's batches. Collective."""
+        return dataset if isinstance(dataset, DistributedDataset) else self.strategy.distribute_dataset(dataset)
+
+    def input(self, batches: Any, training: bool) -> Any:
+        """Return this rank's batches for training, or not, given `KerasBatches` of all ranks."""
+        return batches
+
     # between steps
 
     def sum(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -319,15 +327,14 @@ class ModelLink:
         if self.size == 1 or not arrays:
             return [np.asarray(array, np.float64) for array in arrays]
         flat = np.concatenate([np.asarray(array, np.float64).reshape(-1) for array in arrays])
-        total = self._sum_with_servers(flat) if self.served else self._reduce(flat)
+        total = self._reduce(flat)
         ends = np.cumsum([np.size(array) for array in arrays])
         return [part.reshape(np.shape(array)) for part, array in zip(np.split(total, ends[:-1]), arrays, strict=True)]
 
-    def _sum_with_servers(self, flat: np.ndarray) -> np.ndarray:
-        with self._group.collective("keras sum", dtype="float64", shape=flat.shape):
-            parts = self._group.all_gather_bytes(flat.tobytes())
-        total: np.ndarray = np.sum([np.frombuffer(part) for part in parts], axis=0)
-        return total
+    def means(self, numbers: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        """Return the means over ranks of the numbers of a step. Collective, if there are any."""
+        totals = self.sum(list(numbers.values()))
+        return {name: total / self.size for name, total in zip(numbers, totals, strict=True)}
 
     def gather(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         """Return arrays of all ranks that divide batches, concatenated by rank. Collective."""
@@ -365,9 +372,9 @@ class ModelLink:
             return np.asarray(self._group.all_gather_int(mine))
 
     def differ(self, arrays: Sequence[np.ndarray]) -> list[bool]:
-        """Return whether ranks differ, for each array. Collective, except under parameter servers: there any may."""
-        if self.served or not arrays:
-            return [True] * len(arrays)
+        """Return whether ranks differ, for each array. Collective, if ranks meet in steps."""
+        if not arrays:
+            return []
         table = self.numbers("state of a step", *(checksum(np.ascontiguousarray(a).reshape(-1)) for a in arrays))
         return [bool(differs) for differs in (table != table[0]).any(axis=0)]
 
@@ -396,25 +403,34 @@ class ModelLink:
 
         same(functools.partial(self._group.exchange, f"keras {function}"), mine, error)
 
-    def stop_together(self) -> None:
-        """Stop the ranks of a replica after the same step if any of them wants to. Collective over the replica."""
+    def stop_together(self, wanted: bool) -> bool:
+        """Return whether to stop after this step. Collective over a replica: its ranks stop after the same one.
+
+        The next sum of gradients transports wishes to the other replicas.
+        """
+        if self.strategy.size == 1:
+            return wanted
+        if wanted and not self.stops:
+            self.wants_stop = True
         if self._replica is not None:
             _settle()
             wish = self.stops or (self.size == 1 and self.wants_stop)  # else the sum of gradients has transported it
             with self._replica.collective("keras stop"):
                 self.stops = bool(self._replica.agree(int(wish), "max"))
+        return self.stops
 
-    def compare_weights(self, when: str, names: Sequence[str], arrays: Sequence[np.ndarray]) -> None:
+    def compare_weights(self, when: str, weights: Sequence[Any]) -> None:
         """Check that all ranks have the same weights, except for rounding. Collective. `when` is for the error.
 
         Raises:
             CollectiveMismatchError: on every rank.
         """
+        arrays = arrays_of(weights)
         if not any(self.differ(arrays)):
             return
         theirs = self.broadcast(arrays)
-        pairs = zip(names, arrays, theirs, strict=True)
-        far = [name for name, mine, root in pairs if not _close(mine, root)]
+        pairs = zip(weights, arrays, theirs, strict=True)
+        far = [weight.path for weight, mine, root in pairs if not _close(mine, root)]
         everyones = self.exchange("weights", ", ".join(far[:3]))
         ranks = [rank for rank, text in enumerate(everyones) if text]
         if ranks:

@@ -6,7 +6,6 @@ All ranks run callbacks with the same logs; those that write or print run on one
 from __future__ import annotations
 
 import inspect
-import json
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -18,13 +17,12 @@ from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 from ..base.context import OBSERVERS
 from ..base.errors import explain
 from .compiled import describe_compiled, over_ranks
-from .inputs import KerasBatches, ServedBatches, arrays_in, batches_of, with_row
+from .inputs import KerasBatches, arrays_in, batches_of, with_row
 from .jax_step import JaxStep
 from .link import ModelLink, arrays_of
 from .metrics import REMEDY
 from .observed import inputs_of, observed_step
-from .optimizer import distribute_optimizer, not_in_fit
-from .served import ServedUpdate, check_served
+from .optimizer import distribute_optimizer
 from .state import describe, optimizers_in, own_arrays, statistics_of, take_from_root
 
 __all__ = [
@@ -65,14 +63,8 @@ class Agreement(keras.callbacks.Callback):
             self._link.update.begin_epoch()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Set `stop_training` to the agreed value: the next sum of gradients transports requests."""
-        link = self._link
-        if link.strategy.size == 1 or link.served:
-            return
-        if self.model.stop_training and not link.stops:
-            link.wants_stop = True
-        link.stop_together()
-        self.model.stop_training = link.stops
+        """Set `stop_training` to the agreed value."""
+        self.model.stop_training = self._link.stop_together(bool(self.model.stop_training))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Agree on `stop_training`, and compare the learning rates and the weights. Collective."""
@@ -80,16 +72,11 @@ class Agreement(keras.callbacks.Callback):
         rate = getattr(self.model.optimizer, "learning_rate", None)
         if rate is not None:
             self._link.same("fit", "learning rate after an epoch", repr(float(keras.ops.convert_to_numpy(rate))))
-        self._compare_weights("after an epoch")
+        self._link.compare_weights("after an epoch", self.model.trainable_weights)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Compare the weights: callbacks may have changed some, as to the best ones. Collective."""
-        self._compare_weights("after fit")
-
-    def _compare_weights(self, when: str) -> None:
-        weights = self.model.trainable_weights
-        if not self._link.served:  # under which all ranks have the servers' weights
-            self._link.compare_weights(when, [weight.path for weight in weights], arrays_of(weights))
+        self._link.compare_weights("after fit", self.model.trainable_weights)
 
 
 def on_this_rank(link: ModelLink, callbacks: Any) -> list[Any]:
@@ -189,14 +176,11 @@ class DistributedModel(keras.Model):
         with link.errors(), link.together("fit"):
             batches, validation = self._training_batches(given)
         with link.errors(), warnings.catch_warnings():
-            if link.served:  # the number of a worker's batches is not known before
-                warnings.filterwarnings("ignore", message="Your input ran out of data")
             texts = [batches.describe(), "" if validation is None else validation.describe()]
             names = ("epochs", "initial_epoch", "steps_per_epoch", "validation_steps", "validation_freq")
             texts += [f"{name}={given[name]}" for name in names]
             self._begin("fit", batches, ", ".join(filter(None, texts)))
-            if isinstance(batches, ServedBatches):
-                given["steps_per_epoch"] = self._begin_serving(given["steps_per_epoch"])
+            given["steps_per_epoch"] = batches.begin(self, given["steps_per_epoch"])
             try:
                 history = super().fit(
                     batches,
@@ -241,16 +225,6 @@ class DistributedModel(keras.Model):
         link.same(function, "arguments of compile", describe_compiled(self))
         if batches.training:
             batches.compare_first(example)
-
-    def _begin_serving(self, steps: int | None) -> int | None:
-        """Create the optimizer's variables on the servers; return this rank's steps per epoch. Collective."""
-        link, optimizer = self.mpistrat, self.optimizer
-        with link.together("fit"):
-            check_served(link, optimizer)
-        if optimizer.mpistrat_update is None:
-            optimizer.__dict__["mpistrat_update"] = ServedUpdate(link, optimizer)
-        link.update = optimizer.mpistrat_update
-        return None if link.strategy.is_server else steps
 
     def take_from_root(self) -> None:
         """Set the root's weights, slots and epoch on all ranks. Collective."""
@@ -310,8 +284,6 @@ class DistributedModel(keras.Model):
             LayoutError: under parameter servers.
             BatchError: replicas have unequal shares of batches, and the batch cannot be identified.
         """
-        if self.mpistrat.served:
-            raise not_in_fit("train_on_batch")
         return self._on_batch(super().train_on_batch, args, kwargs)
 
     def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -375,14 +347,7 @@ class DistributedModel(keras.Model):
         result = super()._get_metrics_result_or_logs(logs) if link.counts else self.get_metrics_result()
         own = logs if result is logs and isinstance(logs, dict) else {}  # the last results of a step of the user's own
         mine = {name: np.asarray(keras.ops.convert_to_numpy(value), np.float64) for name, value in own.items()}
-        if link.served:
-            texts = link.exchange("logs", json.dumps({name: float(value) for name, value in mine.items()}))
-            tables = [table for table in map(json.loads, texts) if table]
-            return {name: np.mean([table[name] for table in tables]) for name in tables[0]} if tables else result
-        if not own:
-            return result
-        totals = link.sum(list(mine.values()))
-        return {name: total / link.size for name, total in zip(mine, totals, strict=True)}
+        return link.means(mine) or result
 
     def _average_statistics(self) -> None:
         """Set running statistics to their means over all ranks. Collective."""

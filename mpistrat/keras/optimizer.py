@@ -10,11 +10,11 @@ import keras
 import numpy as np
 
 from ..base.context import OBSERVERS
-from ..base.errors import ContextError, LayoutError, explain
+from ..base.errors import ContextError, explain
 from .link import ModelLink, subclass
 from .observed import observed_update, report_compiled
 
-__all__ = ["DistributedOptimizer", "distribute_optimizer", "in_graph", "not_in_fit", "sum_over_ranks"]
+__all__ = ["DistributedOptimizer", "distribute_optimizer", "in_graph", "sum_over_ranks"]
 
 _Add = Callable[..., list[np.ndarray]]  # of arrays of the host: the sums over the ranks
 
@@ -48,9 +48,6 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
                 self._sum_and_apply(grads, variables)
 
     def _sum_and_apply(self, grads: list[Any], variables: list[Any] | None) -> None:
-        if self.mpistrat.served:
-            self._apply_by_servers(grads, variables)
-            return
         link = self.mpistrat
         if self.built and keras.backend.backend() == "torch" and link.updates_itself and link.alone:
             known = self._trainable_variables if variables is None else variables
@@ -61,25 +58,6 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         with link.after_sum():
             super().apply(grads, variables)
 
-    def _apply_by_servers(self, gradients: list[Any], variables: list[Any] | None) -> None:
-        """Push the gradients, and set the servers' weights."""
-        update, known = self.mpistrat.update, self._trainable_variables
-        if update is None:
-            raise not_in_fit("Optimizer.apply")
-        if variables is None:
-            variables = list(known)
-        self._check_variables_are_known(variables)
-        there = [
-            self._get_variable_index(v)
-            for v, gradient in zip(variables, gradients, strict=True)
-            if gradient is not None
-        ]
-        gradients = [gradient for gradient in gradients if gradient is not None]
-        new = _SERVED[keras.backend.backend()](functools.partial(update.step, there=there), gradients, known)
-        for variable, array in zip(known, new, strict=True):
-            variable.assign(array)
-        self.iterations.assign_add(1)
-
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         """Sum the gradients over all ranks, then return Keras's result. Collective."""
         link = self.mpistrat
@@ -88,10 +66,6 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         if link.left is not None:
             link.left.append(list(grads))
             return trainable_variables, optimizer_variables
-        if link.served:
-            expected, got = "Keras's own train_step, compiled", "another train_step, or no jit"
-            remedy = "With JAX as Keras's backend, use ms.MultiWorkerMirroredStrategy() for a train_step of your own"
-            raise LayoutError(explain("fit", "train_step", expected=expected, got=got, remedy=remedy))
         given = optimizer_variables, list(grads), list(trainable_variables)
         if not OBSERVERS or link.in_step:
             return self._sum_and_return(*given)
@@ -125,15 +99,8 @@ def distribute_optimizer(link: ModelLink, optimizer: Any) -> None:
                 explain("compile", "optimizer", expected="an optimizer of no strategy", got=got, remedy=remedy)
             )
         return
-    optimizer.__class__ = subclass(type(optimizer), DistributedOptimizer)
+    optimizer.__class__ = subclass(type(optimizer), link.optimizers)
     vars(optimizer).update(mpistrat=link, mpistrat_update=None)
-
-
-def not_in_fit(function: str) -> LayoutError:
-    """Return the error of a step without the servers."""
-    expected, got = "a step of fit, which needs the servers", "a step outside of fit"
-    remedy = "Call fit on every rank, or use ms.MultiWorkerMirroredStrategy()"
-    return LayoutError(explain(function, "", expected=expected, got=got, remedy=remedy))
 
 
 def sum_over_ranks(
@@ -220,19 +187,6 @@ def _torch_update() -> Callable[[Any, list[Any], list[Any]], bool]:
     return disabled
 
 
-def _torch_push(step: Callable[..., list[np.ndarray]], gradients: list[Any], weights: list[Any]) -> list[Any]:
-    import torch
-
-    from ..torch.tensors import array_of, tensor_of
-
-    def push() -> list[Any]:
-        dense = [tensor.to_dense() if tensor.is_sparse else tensor for tensor in gradients]
-        return [tensor_of(array) for array in step([array_of(tensor.detach().cpu()) for tensor in dense])]
-
-    disabled: Callable[[], list[Any]] = torch.compiler.disable(push)
-    return disabled()
-
-
 def _jax_add(add: _Add, tensors: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
     import jax
     from jax.experimental.buffer_callback import buffer_callback
@@ -258,17 +212,6 @@ def _tensorflow_add(add: _Add, tensors: list[Any], shapes: list[tuple[int, ...]]
     return list(totals)
 
 
-def _tensorflow_push(step: Callable[..., list[np.ndarray]], gradients: list[Any], weights: list[Any]) -> list[Any]:
-    import tensorflow as tf
-
-    dense = [tf.convert_to_tensor(tensor) for tensor in gradients]
-    new = tf.numpy_function(lambda *arrays: step(arrays), dense, [weight.dtype for weight in weights], stateful=True)
-    for array, weight in zip(new, weights, strict=True):
-        array.set_shape(weight.shape)
-    return list(new)
-
-
-_SERVED = {"torch": _torch_push, "tensorflow": _tensorflow_push}
 _BACKENDS: dict[str, Callable[..., list[Any]]] = {
     "torch": _torch_add,
     "jax": _jax_add,

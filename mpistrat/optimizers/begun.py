@@ -78,7 +78,7 @@ class Begun:
             raise
 
     def _add(self, strategy: Any, variables: Sequence[Variable]) -> None:
-        strategy.extended.begun.add(self)
+        strategy.extended.placement.steps.announced.add(self)
         for variable in variables:
             self._check(strategy, variable)
             self._variables[id(variable)] = variable

@@ -24,6 +24,7 @@ from ..strategy.input import Division
 from ..strategy.loss import summed_replicas, sums_workers
 from ..strategy.preemption import StopAtPasses, StopRequest
 from ..strategy.strategy import Strategy
+from ..variables import Quality
 from .connections import ParameterServers
 from .report import ParameterServerStats
 from .roles import RoleAssignment, Roles, Settings
@@ -166,6 +167,7 @@ class ParameterServerStrategy(Strategy):
         variables.store = variables.optimizers = self._store
         variables.make, variables.partitioner = self._store.make, variable_partitioner
         variables.first_worker, variables.is_worker = roles.workers[0], not self.is_server
+        variables.lacking |= dict.fromkeys([Quality.COMMON_STEPS, Quality.OWN_VARIABLES], "parameter servers")
         extended.num_input_pipelines = len(roles.workers) // workers_in_sync
         super().__init__(extended)
         if sums_workers(self) and not self.backup_workers:

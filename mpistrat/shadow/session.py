@@ -16,6 +16,7 @@ from ..base import nest
 from ..base.context import Observer, Parameter
 from ..base.distributed_values import DistributedValues
 from ..base.errors import explain
+from ..variables import Quality
 from .folder import Folder, Point, RecordedPass, RecordedStep
 from .samples import difference, epsilon_of, host, row_digests, sample, sample_like
 
@@ -137,9 +138,9 @@ class Session(Observer):
             ValueError: several replicas on a rank, several ranks of a replica, or parameter servers.
         """
         placement = strategy.extended.placement
-        served = placement.store is not None
-        if served or strategy.num_replicas_in_sync != strategy.size:
-            got = "parameter servers" if served else f"{strategy.num_replicas_in_sync} on {strategy.size} ranks"
+        lacking = placement.lacks(Quality.COMMON_STEPS)
+        if lacking or strategy.num_replicas_in_sync != strategy.size:
+            got = lacking or f"{strategy.num_replicas_in_sync} on {strategy.size} ranks"
             remedy = "Run the program with one device on each rank, without servers or a mesh that divides a replica"
             expected = "one replica on each rank"
             raise ValueError(explain("ms.shadow", "", expected=expected, got=got, remedy=remedy))

@@ -63,12 +63,12 @@ class StrategyState:
 
     def arrays(self, ranks: Sequence[int], each_node: bool) -> tuple[dict[str, Form], list[Slice]]:
         """Return forms and slices, see `SavedState.arrays`. Collective."""
-        writers = Writers(self._group, self._placement.grid, ranks, each_node)
+        writers = Writers(self._group, self._placement.replica_ranks, ranks, each_node)
         return slices_of(entries(self._placement, self._states, writers), writers)
 
     def variables(self) -> tuple[dict[str, Form], list[Slice]]:
         """Return the forms of the variables alone, and on rank 0 all their slices. Collective."""
-        writers = Writers(self._group, self._placement.grid, [0])
+        writers = Writers(self._group, self._placement.replica_ranks, [0])
         return slices_of(variable_entries(self._placement, locations(self._placement), writers), writers)
 
     def optimizers(self) -> list[dict[str, Any]]:

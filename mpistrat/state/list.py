@@ -14,14 +14,14 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from ..arena.layout import Box, Grid, Part
+from ..arena.layout import Box
 from ..arena.values import parse_dtype
 from ..base.files import PAGE
 from ..base.partition import aligned_block
 from ..comm.arrays import accumulation_dtype, to_host
 from ..comm.process_group import ProcessGroup
 from ..variables import Placement
-from ..variables.variable import parts_for_file
+from ..variables.variable import box_of, parts_for_file
 from .optimizer_states import Kept, OptimizerStates
 
 __all__ = [
@@ -80,7 +80,6 @@ class Entry(NamedTuple):
         box: the range of the whole array.
         parts: this rank's elements of the box: the number of the first one, and a flat array.
         everywhere: whether all ranks have the box; else each element is on one rank.
-        part: the division of the whole among the ranks of a replica, each of which has a box; None if not divided.
     """
 
     key: str
@@ -88,7 +87,6 @@ class Entry(NamedTuple):
     box: Box
     parts: Sequence[tuple[int, Any]]
     everywhere: bool = False
-    part: Part | None = None
 
 
 class Location(NamedTuple):
@@ -97,20 +95,17 @@ class Location(NamedTuple):
     Attributes:
         name: of the array.
         box: the variable in it.
-        part: the division of the array among the ranks of a replica; None if not divided.
     """
 
     name: str
     box: Box
-    part: Part | None = None
 
 
 def locations(placement: Placement) -> dict[str, Location]:
     """Return the location of each variable, by its name."""
     found = {}
     for variable in placement.variables:
-        part = variable.part
-        found[variable.name] = Location(variable.name, Box(variable.shape) if part is None else part.box, part)
+        found[variable.name] = Location(variable.name, box_of(variable))
     for whole in placement.sharded:
         for shard, start in zip(whole.variables, whole.offsets, strict=True):
             found[shard.name] = Location(whole.name, Box(whole.shape, [(start, start + shard.shape[0])]))
@@ -133,7 +128,7 @@ def variable_entries(placement: Placement, found: Mapping[str, Location], writer
         key = f"variables/{key_of(where.name)}"
         if variable.arena is not None:
             own = variable.arena.values[variable.offset : variable.offset + variable.size]
-            yield Entry(key, dtype, where.box, [(0, own)], True, where.part)
+            yield Entry(key, dtype, where.box, [(0, own)], True)
         else:
             yield Entry(key, dtype, where.box, parts_for_file(variable, writers.leads, writers.reach_servers))
 
@@ -150,13 +145,14 @@ def _slot_entries(
     covered: dict[tuple[str, str, np.dtype, tuple[int, ...]], list[tuple[int, int]]] = {}
     ranks = None if writers.all else writers.ranks
     for name, shape, dtype, slots in kept.slots_here(ranks, writers.leads, writers.each_node):
-        whole_name, box, part = found.get(name) or Location(name, Box(shape))
+        whole_name, box = found.get(name) or Location(name, Box(shape))
         dtype = dtypes.get(name, dtype)
-        none = placement.grid is not None and part is None and not writers.leads  # all ranks of a replica have it
-        first, size = (box.first, math.prod(shape)) if part is None else (0, part.whole_size)
+        # Of a mesh all ranks of a replica have what is not divided.
+        none = bool(placement.replica_ranks) and box.elements is None and not writers.leads
+        first, size = (box.first, math.prod(shape)) if box.elements is None else (0, box.whole_size)
         for slot, parts in slots.items():
             key = f"optimizers/{index}/slots/{key_of(whole_name)}/{key_of(slot)}"
-            yield Entry(key, dtype, box, [] if none else parts, part=part)
+            yield Entry(key, dtype, box, [] if none else parts)
             covered.setdefault((key, slot, dtype, box.shape), []).append((first, first + size))
     for (key, slot, dtype, shape), ranges in covered.items() if writers.leads else ():
         low = 0
@@ -173,6 +169,10 @@ class Writers:
     Nodes have equal copies of most arrays: all writers write a share, with borders at pages of the file. Elements on one rank
     are written there, or by the first writer if that rank does not write.
 
+    Args:
+        group: all ranks.
+        replica: the ranks of this rank's replica, if they may divide arrays.
+
     Attributes:
         ranks: the writers.
         each_node: whether the ranks of each node write all, divided among them.
@@ -182,13 +182,15 @@ class Writers:
         sets: the sets of ranks that write everything once: the ranks of each node, or all writers.
     """
 
-    def __init__(self, group: ProcessGroup, grid: Grid | None, ranks: Sequence[int], each_node: bool = False) -> None:
+    def __init__(
+        self, group: ProcessGroup, replica: Sequence[int], ranks: Sequence[int], each_node: bool = False
+    ) -> None:
         topology = group.topology
         self.ranks, self.each_node, self._rank = ranks, each_node, topology.rank
         self.leads = group.node.rank == 0 if each_node else topology.rank == 0
         self.all = len(ranks) == topology.size
         self.reach_servers = self.all and not (each_node and topology.num_nodes > 1)
-        self._replica = [topology.rank] if grid is None else grid.replica_ranks
+        self._replica = replica or [topology.rank]
         self.sets = tuple(tuple(group.ranks_of(i)) for i in range(group.num_nodes)) if each_node else (tuple(ranks),)
         self._shares: dict[int, tuple[int, int]] = {}
         for rank in self._replica:
@@ -197,11 +199,11 @@ class Writers:
 
     def slices(self, entry: Entry) -> list[Slice]:
         """Return the slices of an entry that this rank writes. Collective over a replica that divides the array."""
-        key, dtype, box, parts, everywhere, part = entry
-        if part is not None:  # each rank of the replica sends its box, and receives the elements it writes
-            wanted = [self._share(part.whole_size, dtype, rank) for rank in self._replica]
-            start, _ = self._share(part.whole_size, dtype, self._rank)
-            return [Slice(key, start, _flat(part.elements(_flat(parts[0][1], dtype), wanted), dtype))]
+        key, dtype, box, parts, everywhere = entry
+        if box.elements is not None:  # each rank of the replica sends its box, and receives the elements it writes
+            wanted = [self._share(box.whole_size, dtype, rank) for rank in self._replica]
+            start, _ = self._share(box.whole_size, dtype, self._rank)
+            return [Slice(key, start, _flat(box.elements(_flat(parts[0][1], dtype), wanted), dtype))]
         if everywhere:
             low, high = self._share(box.size, dtype, self._rank)
             parts = [(low, array[low:high]) for _, array in parts]

@@ -112,9 +112,9 @@ class SnapshotFile(SliceReader):
     def write(self, buffer: int, slices: Iterable[Slice]) -> None:
         """Copy slices of arrays into a buffer."""
         for part in slices:
-            np.copyto(self._part(buffer, part.key, part.start, part.array.size), part.array)
+            np.copyto(self._view(buffer, part.key, part.start, part.array.size), part.array)
 
-    def _part(self, buffer: int, key: str, first: int, size: int) -> np.ndarray:
+    def _view(self, buffer: int, key: str, first: int, size: int) -> np.ndarray:
         form, start = self.arrays[key]
         kind = form.kind
         at = self._arrays_at + buffer * self._nbytes + start + first * kind.itemsize
@@ -175,7 +175,7 @@ class SnapshotFile(SliceReader):
 
     def read(self, key: str, form: Form, start: int, stop: int) -> np.ndarray:
         """Return elements of an array, flat, as a view."""
-        return self._part(self._buffer, key, start, stop - start)
+        return self._view(self._buffer, key, start, stop - start)
 
     def __enter__(self) -> SnapshotFile:
         return self

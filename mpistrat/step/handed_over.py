@@ -15,11 +15,16 @@ from ..comm.arrays import accumulation_dtype, all_reduce
 from ..optimizers.begun import unfit
 from ..optimizers.gradients import check_same, flat_gradient
 from ..variables.kinds import own_gradients_of
-from ..variables.placement import Placement
+from ..variables.placement import Placement, Quality
 from ..variables.variable import Variable
 from .interface import OptionCheck, Starter, Sums, Work
 
-__all__ = ["HandOver", "HandedOverSums", "check"]
+__all__ = ["HandOver", "HandedOverSums", "check", "lacking"]
+
+
+def lacking(placement: Placement) -> dict[Quality, str]:
+    """Return what gradients submitted early take away."""
+    return {Quality.KEPT_GRADIENTS: "sharded_gradients=True"}
 
 
 @final

@@ -28,12 +28,12 @@ from ..comm.arrays import accumulation_dtype
 from ..comm.process_group import ProcessGroup
 from ..optimizers.node_slots import OUTER_MOMENTUM, node_slots_here
 from ..variables.kinds import apply_constraint
-from ..variables.placement import Placement
+from ..variables.placement import Placement, Quality
 from ..variables.variable import Variable
 from .interface import NodeRounds, OptionCheck
 from .norms import OverAll
 
-__all__ = ["OuterSteps", "OverOwnNode", "check"]
+__all__ = ["OuterSteps", "OverOwnNode", "check", "lacking"]
 
 
 def check(asked: OptionCheck) -> None:
@@ -57,6 +57,11 @@ def check(asked: OptionCheck) -> None:
         got = "both, while each node sums and stores slots separately"
         raise ValueError(explain(function, "local_steps", expected=expected, got=got))
     asked.require_cpus("local_steps")
+
+
+def lacking(placement: Placement) -> dict[Quality, str]:
+    """Return what local steps take away."""
+    return {Quality.EQUAL_NODES: f"local_steps={placement.local_steps}"}
 
 
 @final

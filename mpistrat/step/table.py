@@ -6,6 +6,7 @@ An option that changes steps consists of rows here and the file they name. A fil
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple, final
@@ -25,7 +26,8 @@ class Row(NamedTuple):
     """One implementation of a part.
 
     Attributes:
-        part: a field of `StepParts`, a product of `Steps`, or "check", which `check_options` calls.
+        part: a field of `StepParts`, a product of `Steps`, "check", which `check_options` calls, or "lacking", which returns a
+            part of `Placement.lacking`.
         name: the strategy or option that uses it.
         fits: returns whether it is used, for a placement, an arena or an array.
         file, maker: the function or class that creates it, in this folder.
@@ -82,6 +84,8 @@ TABLE = (
     Row("check", "local steps", _is_given("local_steps"), "outer", "check"),
     Row("check", "fewer bytes", _is_given("wire"), "fewer_bytes", "check"),
     Row("check", "sharded gradients", _is_given("sharded_gradients"), "handed_over", "check"),
+    Row("lacking", "local steps", _has_local_steps, "outer", "lacking"),
+    Row("lacking", "sharded gradients", _hands_over, "handed_over", "lacking"),
     Row("sums", "sharded gradients", _hands_over, "handed_over", "HandedOverSums"),
     Row("sums", "local steps", _has_local_steps, "sums", "OfNode"),
     Row("sums", "every other", _every, "sums", "OfAll"),
@@ -129,10 +133,17 @@ def chosen(part: str, of: Any) -> Any:
 
 @final
 class Steps:
-    """The factory of a strategy's steps, which its `Placement` offers to optimizers."""
+    """The factory of a strategy's steps, which its `Placement` offers to optimizers.
+
+    Attributes:
+        announced: what optimizers' programs have announced, to be forgotten when a step fails.
+    """
 
     def __init__(self, placement: Placement) -> None:
-        self._placement = placement
+        self._placement, self.announced = placement, weakref.WeakSet[Any]()
+        for row in TABLE:
+            if row.part == "lacking" and row.fits(placement):
+                placement.lacking.update(_maker(row)(placement))
 
     @functools.cached_property
     def parts(self) -> StepParts:
@@ -151,7 +162,9 @@ class Steps:
         )
 
     def forget_step(self) -> None:
-        """Drop the gradients of a step that failed. Every rank calls it."""
+        """Drop the announced or submitted gradients of a step that failed. Every rank calls it."""
+        for each in list(self.announced):
+            each.forget()
         if "parts" in vars(self):
             self.parts.sums.forget_step()
 

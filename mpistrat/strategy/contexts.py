@@ -21,6 +21,7 @@ from ..base.types import ReduceOp
 from ..cluster.topology import Topology
 from ..comm.arrays import as_array
 from ..cross_device.collectives import Collectives
+from ..variables import Quality
 from .copies import read_variables
 from .old_calls import formerly
 from .replica_threads import current_rendezvous
@@ -368,7 +369,7 @@ def in_step(strategy: Any, function: Callable[[], Any], name: str, remedy: str) 
     """
     if stepping(strategy):
         function()
-    elif len(strategy.extended.replicas) == 1 and strategy.extended.placement.store is None:
+    elif len(strategy.extended.replicas) == 1 and not strategy.extended.placement.lacks(Quality.COMMON_STEPS):
         strategy.run(function)
     else:
         expected, got = "a call in a step", "one outside of strategy.run, with several local replicas or servers"

@@ -32,7 +32,6 @@ from .replica_threads import ReplicaThreads, current_rendezvous
 from .tensorflow_names import EXTENDED, OtherNames
 
 if TYPE_CHECKING:
-    from ..optimizers.begun import Begun
     from .process_set import ProcessSets
 
 __all__ = ["CommonObjects", "Coordination", "StrategyExtended"]
@@ -160,7 +159,6 @@ class StrategyExtended(OtherNames):
         self.is_default, self.closed = is_default, False
         self.coordination = Coordination()
         self.models = CommonObjects()
-        self.begun: weakref.WeakSet[Begun] = weakref.WeakSet()
         self.batches = Ledger(self.sync_topology.num_replicas)
         self._strategy = strategy
         self._shared = shared
@@ -261,8 +259,6 @@ class StrategyExtended(OtherNames):
 
     def forget_step(self) -> None:
         """Drop the announced or submitted gradients of a step that failed. Call it on every rank."""
-        for begun in list(self.begun):
-            begun.forget()
         self.placement.steps.forget_step()
 
     def register_optimizer(self, optimizer: Any) -> None:

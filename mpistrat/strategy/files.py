@@ -12,6 +12,7 @@ from ..base.errors import ContextError, explain
 from ..state.checkpoint import Checkpoint, StrategyState
 from ..state.snapshot import Snapshot, check_restarts
 from ..state.writing import Saving
+from ..variables import Quality
 from ..variables.equal import different_weights
 
 if TYPE_CHECKING:
@@ -229,7 +230,7 @@ class Files(ABC):
         """Raise ContextError if nodes have taken local steps since the last outer step."""
         if self._extended.placement.apart:
             expected = "a call after an outer step, when all nodes have the same weights"
-            got = f"local steps since then, of {self._extended.placement.local_steps}"
+            got = f"local steps since then, of {self._extended.placement.lacks(Quality.EQUAL_NODES)}"
             remedy = (
                 "Call it while strategy.nodes_differ is false, or call strategy.outer_step() before. "
                 "ms.train.Checkpoints waits for the next outer step"

@@ -15,7 +15,7 @@ from ..cluster.topology import Topology
 from ..comm.arrays import as_array
 from ..comm.process_group import ProcessGroup
 from ..cross_device.ops import CrossDeviceOps
-from ..variables import DATA
+from ..variables import DATA, Quality
 from .assemble import MESH, assemble
 from .axes import Axes
 from .mesh import Mesh
@@ -94,7 +94,10 @@ class MeshStrategy(Strategy):
             check=_check_devices, make_sync_group=make_data_group, axes=axes, ordered_replicas=replicas,
         )  # fmt: skip
         self.mesh = made[0]
-        extended.placement.grid = self.mesh.grid
+        placement, grid = extended.placement, self.mesh.grid
+        placement.grid, placement.replica_ranks = grid, grid.replica_ranks
+        placement.replica = grid.replica if grid.replica.topology.size > 1 else None
+        placement.lacking[Quality.WHOLE_REPLICAS] = "a mesh"
         extended.num_input_pipelines = self.mesh.sizes[DATA]
         super().__init__(extended)
         self._stop_agreement = StopTogether(extended.process_group)

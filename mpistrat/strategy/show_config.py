@@ -108,8 +108,8 @@ def _layout(strategy: Strategy) -> Iterator[Row]:
         yield "optimizers' slots", "a part on each node, but for small arenas" if sharded else "all on every node"
         wire = extended.placement.arenas.step.wire
         yield "steps between nodes", "numbers as they are" if wire is None else f"float32 as {wire}"
-    if extended.placement.local_steps is not None:
-        yield "local steps", repr(extended.placement.local_steps)
+    for words in dict.fromkeys(extended.placement.lacking.values()):
+        yield "training with", words
     yield "reductions", type(extended.cross_device_ops).__name__
     yield from strategy.describe()
 

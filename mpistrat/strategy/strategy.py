@@ -458,7 +458,7 @@ class Strategy(RankCollectives, Files, OtherNames):
     def _difference_at_end(self) -> CollectiveMismatchError | None:
         """Return the error of weights that differ; None if it is known, or ranks cannot communicate. Collective."""
         placement = self._extended.placement
-        groups = [placement.group, *([] if placement.grid is None else [placement.grid.replica, placement.grid.world])]
+        groups = [placement.group, placement.creators, *([placement.replica] if placement.replica else [])]
         if placement.told_apart or placement.apart or not all(group.healthy for group in groups):
             return None
         return different_weights("Strategy.close", placement)

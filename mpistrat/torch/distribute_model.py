@@ -13,6 +13,7 @@ from ..base import context
 from ..base.devices import parse
 from ..base.errors import explain
 from ..strategy.loss import check_loss
+from ..variables import Quality
 from .module import divide_gradients, link_of, put_into
 from .optimizer import distribute_optimizer
 from .rule import is_elementwise
@@ -114,7 +115,8 @@ def distribute(
     context.expect_scope(function, "model, optimizer = ms.torch.distribute(model, optimizer)")
     if not isinstance(module, torch.nn.Module):
         raise TypeError(explain(function, "module", expected="a torch.nn.Module", got=type(module).__name__))
-    context.get_strategy().extended.placement.require_kept_gradients(function)
+    placement = context.get_strategy().extended.placement
+    placement.require(function, Quality.KEPT_GRADIENTS, "gradients lie in the framework's arrays")
     check_loss(context.get_strategy(), function, loss, max_norm, optimizer)
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
     if isinstance(optimizer, Sequence):
@@ -160,9 +162,8 @@ def _check_several(strategy: Any, optimizers: Sequence[Any], max_norm: float | N
         expected = "optimizers of other parameters each"
         got = f"{len(held) - len(set(held))} parameters that two have" if optimizers else "none"
         raise ValueError(explain("ms.torch.distribute", "optimizer", expected=expected, got=got))
-    given = {"max_norm": max_norm is not None, "overlap=True": overlap}
-    given["parameter servers"] = strategy.extended.placement.store is not None
-    for name in (name for name, is_given in given.items() if is_given):
+    given = ["max_norm"] * (max_norm is not None) + ["overlap=True"] * overlap
+    for name in filter(None, [*given, strategy.extended.placement.lacks(Quality.COMMON_STEPS)]):
         remedy = "Leave it out, or pass one optimizer with several groups"
         expected = "one optimizer"
         got = f"a sequence of {len(optimizers)}, with {name}"
@@ -172,8 +173,8 @@ def _check_several(strategy: Any, optimizers: Sequence[Any], max_norm: float | N
 def _check_finding(strategy: Any, optimizer: Any, overlap: bool) -> None:
     """Raise ValueError if parameters used by other replicas cannot be found."""
     remedy = "Leave find_unused_parameters out, or add 0 * parameter.sum() of each unused parameter to the loss"
-    if strategy.extended.placement.store is not None:
-        got = "parameter servers, whose workers send their own gradients only"
+    if lacking := strategy.extended.placement.lacks(Quality.COMMON_STEPS):
+        got = f"{lacking}, whose workers send their own gradients only"
     elif optimizer is None:
         got, remedy = "no optimizer", "Pass the optimizer of torch.optim, or add 0 * parameter.sum() to the loss"
     elif overlap:
@@ -189,7 +190,8 @@ def _check_finding(strategy: Any, optimizer: Any, overlap: bool) -> None:
 def _device_of(strategy: Any) -> str:
     """Return the device of modules, in torch's terms."""
     placement = strategy.extended.placement
-    return "cuda" if placement.store is None and parse(placement.devices[0])[0] == "gpu" else "cpu"
+    own = not placement.lacks(Quality.OWN_VARIABLES)
+    return "cuda" if own and parse(placement.devices[0])[0] == "gpu" else "cpu"
 
 
 def check_tensors(module: torch.nn.Module, device: str) -> None:
@@ -234,9 +236,10 @@ def _is_known(dtype: torch.dtype) -> bool:
 
 
 def _check_in_sync(strategy: Any) -> None:
-    if strategy.extended.placement.store is not None and strategy.num_workers > strategy.workers_in_sync:
+    lacking = strategy.extended.placement.lacks(Quality.COMMON_STEPS)
+    if lacking and strategy.num_workers > strategy.workers_in_sync:
         expected = "replicas that run their forward passes together"
-        got = f"parameter servers whose {strategy.num_workers} workers step by {strategy.workers_in_sync}"
+        got = f"{lacking} whose {strategy.num_workers} workers step by {strategy.workers_in_sync}"
         remedy = (
             "ms.ParameterServerStrategy(workers_in_sync=...) of all workers, or ms.MultiWorkerMirroredStrategy(); "
             "BatchNorm has each replica's own statistics"
@@ -246,8 +249,8 @@ def _check_in_sync(strategy: Any) -> None:
 
 def _seed(strategy: Any) -> None:
     """Seed replicas differently, repeatably by the program's seed; ranks of a replica equally. Collective."""
-    group, served = strategy.extended.process_group, strategy.extended.placement.store is not None
-    number = strategy.rank if served else strategy.extended.sync_topology.rank
+    group, alone = strategy.extended.process_group, strategy.extended.placement.lacks(Quality.COMMON_STEPS)
+    number = strategy.rank if alone else strategy.extended.sync_topology.rank
     state = torch.get_rng_state().numpy()
     with group.collective("ms.torch.distribute", "random numbers"):
         first = int(group.all_gather_int([torch.initial_seed() & ((1 << 62) - 1)])[0][0])

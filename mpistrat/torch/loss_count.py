@@ -9,6 +9,7 @@ import torch
 
 from ..base.errors import explain
 from ..strategy.contexts import local_replica
+from ..variables import Quality
 
 __all__ = ["LossCount", "counted_loss"]
 
@@ -91,8 +92,7 @@ def counted_loss(loss: torch.Tensor, count: Any, optimizer: Any) -> torch.Tensor
         expected, got = "a distributed optimizer of torch.optim", type(optimizer).__name__
         raise TypeError(explain(_FUNCTION, "optimizer", expected=expected, got=got, remedy=remedy))
     placement = optimizer.mpistrat_strategy.extended.placement
-    if placement.store is not None or placement.local_steps is not None:
-        got = "parameter servers" if placement.store is not None else "local_steps"
+    if got := placement.lacks(Quality.COMMON_STEPS, Quality.EQUAL_NODES):
         expected = "a strategy that sums the gradients of all replicas in each step"
         remedy = "Divide the loss by the expected number of terms, or use ms.MultiWorkerMirroredStrategy()"
         raise ValueError(explain(_FUNCTION, "optimizer", expected=expected, got=f"one with {got}", remedy=remedy))

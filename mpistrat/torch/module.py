@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..arena.layout import Part
+from ..arena.layout import Box
 from ..arena.values import checksum
 from ..base import context
 from ..base.errors import explain
@@ -25,8 +25,9 @@ from ..base.types import VariableAggregation, VariableSynchronization
 from ..comm.arrays import to_host
 from ..strategy.contexts import local_replica
 from ..strategy.loss import summed_replicas
-from ..variables import Variable
+from ..variables import Quality, Variable
 from ..variables.sharded import each_variable
+from ..variables.variable import box_of
 from .sync_batch_norm import SyncBatchNorm
 from .tensors import LocalGradient, array_of, slices_of, tensor_of
 from .weights import ModulePasses, plain_copy, with_passes
@@ -170,7 +171,7 @@ class TorchLink:
         address: of the variable's memory; torch itself may move a tensor's, as `share_memory` does.
         dtype: of that memory, None if a server has the variable.
         replica: the local replica.
-        divided: this rank's range of it, if the ranks of a replica divide it; else None.
+        box: this rank's place in the whole, if the ranks of a replica divide it.
         optimized: True if an optimizer has the parameter.
         noted: called with the link when the gradient is complete, if set.
     """
@@ -182,7 +183,7 @@ class TorchLink:
             "_parameter",
             "_present",
             "address",
-            "divided",
+            "box",
             "dtype",
             "gradient",
             "name",
@@ -202,7 +203,7 @@ class TorchLink:
         self.optimized = False
         self._late = False  # True if the gradient is not in the variable's memory yet
         self.noted: Callable[[TorchLink], None] | None = None
-        self.divided: Part | None = None
+        self.box = Box(parameter.shape)
         self.gradient: torch.Tensor | None = None
         self.shown: LocalGradient | None = None
         self.tensor: torch.Tensor | None = None
@@ -210,9 +211,9 @@ class TorchLink:
         self.dtype: torch.dtype | None = None
         parameter.mpistrat = self  # type: ignore[attr-defined]
         parameter.grad = None
-        if variable.placement.store is not None:
+        if variable.placement.lacks(Quality.OWN_VARIABLES):
             return
-        self.divided = variable.part if variable.part is not None and variable.part.split else None
+        self.box = box_of(variable)
         self.tensor = tensor_of(variable.storage(replica))
         self.address, self.dtype = self.tensor.data_ptr(), self.tensor.dtype
         parameter.data = self.tensor
@@ -263,7 +264,7 @@ class TorchLink:
 
     def whole(self) -> torch.Tensor:
         """Return a copy of the whole parameter. Collective, if ranks divide it."""
-        return tensor_of(self.variable.gathered()) if self.divided is not None else self.parameter.data.clone()
+        return self.parameter.data.clone() if self.box.is_whole else tensor_of(self.variable.gathered())
 
     def attach(self) -> None:
         """Set the parameter's data to the variable's memory; for a variable on a server, to its current value."""
@@ -508,10 +509,10 @@ class DistributedModule(torch.nn.Module):
             if link.tensor is None:
                 link.attach()
         state = super().state_dict(*args, **kwargs)
-        divided = {link.address: link for link in self.mpistrat_links if link.divided is not None}
-        for name, tensor in state.items() if divided else ():
-            if torch.is_tensor(tensor) and tensor.data_ptr() in divided:
-                state[name] = divided[tensor.data_ptr()].whole()
+        boxes = {link.address: link for link in self.mpistrat_links if not link.box.is_whole}
+        for name, tensor in state.items() if boxes else ():
+            if torch.is_tensor(tensor) and tensor.data_ptr() in boxes:
+                state[name] = boxes[tensor.data_ptr()].whole()
         return state
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -532,8 +533,7 @@ class DistributedModule(torch.nn.Module):
         for link in links:
             loaded = link.parameter.data
             link.attach()
-            array = array_of(loaded)
-            link.variable.assign(array if link.divided is None else link.divided.cut(array))
+            link.variable.assign(link.box.cut(array_of(loaded)))
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -570,7 +570,7 @@ def put_into(
     replicas = [module, *(copy.deepcopy(module) for _ in strategy.extended.replicas[1:])]
     parameters = [dict(each.named_parameters()) for each in replicas]
     links: list[list[TorchLink]] = [[] for _ in replicas]
-    own_memory = strategy.extended.placement.store is None
+    own_memory = not strategy.extended.placement.lacks(Quality.OWN_VARIABLES)
     summed = 1 if own_memory or not weighs else summed_replicas(strategy)
     for name in order:
         own = parameters[0][name]

@@ -1,124 +1,33 @@
-"""A torch.optim optimizer that sums over the replicas and updates in one pass; its state is divided over the ranks.
-
-Overlap: sums that start during a backward pass, of buckets of parameters, by `Optimizer.begin`.
-"""
+"""A torch.optim optimizer that sums over the replicas and updates in one pass; its state is divided over the ranks."""
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch.compiler import is_dynamo_compiling
 from torch.optim import optimizer as base
 
-from ..base import context, log
+from ..base import context
 from ..base.errors import explain
 from ..comm.arrays import accumulation_dtype, to_host
 from ..strategy.contexts import in_step, local_replica, stepping
 from ..strategy.loss import summed_replicas
-from ..variables import Variable
+from ..variables import Quality, Variable
 from ..variables.sharded import each_variable
 from .closure import step_with_closure
 from .loss_count import LossCount
 from .module import TorchLink, check_parameters, forget_gradients, link_of, pairs_of_links
+from .overlap import Overlap
 from .rule import StepsTaken, TorchRule, is_elementwise, slots_of
 from .tensors import array_of, tensor_of
 from .torch_step import sums_of
 
-__all__ = [
-    "Overlap",
-    "TorchOptimizer",
-    "distribute_optimizer",
-]
-
-
-_BUCKET_BYTES = 25 << 20  # as DDP's
-
-
-@final
-class Overlap:
-    """The buckets of a module's parameters, in the order of a backward pass.
-
-    A bucket starts when its gradients are complete and those before it have started, so the order is the same on all ranks.
-    """
-
-    def __init__(self, rule: Any, strategy: Any, links: Sequence[TorchLink]) -> None:
-        """Make buckets if sums can start early: of enough bytes, on several nodes or on GPUs, with one replica per rank."""
-        self._rule, self._strategy = rule, strategy
-        self._buckets: list[list[TorchLink]] = []
-        extended = strategy.extended
-        placement = extended.placement
-        several = placement.group.num_nodes > 1 or (rule._core.begun.on_one_node and placement.group.topology.size > 1)
-        if placement.store is None and len(extended.replicas) == 1 and several:
-            trained = [link for link in reversed(links) if link.gradient is not None]
-            if sum(link.variable.nbytes for link in trained) >= rule._core.begun.least_bytes(strategy):
-                self._fill(trained)
-        self._versions: dict[TorchLink, int] = {}  # of the started sums
-        self._reset()
-
-    def _fill(self, links: Sequence[TorchLink]) -> None:
-        room = 0
-        for link in links:
-            if room <= 0:
-                self._buckets.append([])
-                room = _BUCKET_BYTES
-            self._buckets[-1].append(link)
-            room -= link.variable.nbytes
-            link.noted = self._note
-
-    def _reset(self) -> None:
-        self._versions.clear()
-        self._next, self._missing = 0, [set(bucket) for bucket in self._buckets]
-
-    def _note(self, link: TorchLink) -> None:
-        """Record a completed gradient. Collective for the last one of a bucket."""
-        if self._next == len(self._buckets) or not self._rule._core.begun.early:
-            return
-        for missing in self._missing[self._next :]:
-            missing.discard(link)
-        while self._next < len(self._buckets) and not self._missing[self._next]:
-            bucket = self._buckets[self._next]
-            self._next += 1
-            self._rule.begin_in_backward(self._strategy, bucket)
-            self._versions.update((each, _version(each)) for each in bucket)
-
-    def settle(self) -> None:
-        """Make the step use the started sums, or sum again if a gradient has changed. Collective."""
-        if not self._versions:
-            if self._buckets:
-                self._reset()
-            return
-        final = all(_version(link) == version for link, version in self._versions.items())
-        group = self._strategy.extended.process_group
-        with group.collective("begin: final"):
-            final = bool(group.agree(int(final)))
-        if not final:
-            self._rule._core.begun.forget()
-            why = (
-                "gradients were changed after the backward pass that computed them, as by a second one before the step"
-            )
-            log.once(logging.INFO, f"ms.torch: sums wait for optimizer.step(): {why}")
-        if not final or not self._rule._core.begun.able:
-            self._stop()
-        self._reset()
-
-    def _stop(self) -> None:
-        for bucket in self._buckets:
-            for link in bucket:
-                link.noted = None
-        self._buckets = []
-
-
-def _version(link: TorchLink) -> int:
-    """Return the number of changes of a gradient; -1 if the program has replaced it."""
-    if link.gradient is None or link.parameter.grad is not link.shown:
-        return -1
-    return link.gradient._version
+__all__ = ["TorchOptimizer", "distribute_optimizer"]
 
 
 class _OptimizerState(defaultdict[Any, Any]):
@@ -242,8 +151,9 @@ class TorchOptimizer(torch.optim.Optimizer):
             return
         function = "Optimizer.add_param_group"
         rule, placement = self.mpistrat_rule, self.mpistrat_strategy.extended.placement
-        if placement.store is not None or rule.on_whole_tensors is not None:
-            why = "parameter servers" if placement.store is not None else f"{rule.rule}, which runs on whole tensors"
+        lacking = placement.lacks(Quality.OWN_VARIABLES)
+        if lacking or rule.on_whole_tensors is not None:
+            why = lacking or f"{rule.rule}, which runs on whole tensors"
             remedy = "Give it all parameters before, and set requires_grad of those that are trained later"
             expected, got = "all groups before ms.torch.distribute", f"one after it, with {why}"
             raise RuntimeError(explain(function, "", expected=expected, got=got, remedy=remedy))
@@ -373,12 +283,12 @@ def distribute_optimizer(
     """Make an optimizer of a distributed module's parameters a distributed one. Collective, in the strategy's scope."""
     strategy = module.mpistrat_strategy
     kind = type(optimizer)
-    in_memory = strategy.extended.placement.store is None  # else each worker divides before it sends
-    replicas = summed_replicas(strategy) if weighs and in_memory else 1
+    own = not strategy.extended.placement.lacks(Quality.OWN_VARIABLES)
+    replicas = summed_replicas(strategy) if weighs and own else 1  # else each worker divides before it sends
     limit = None if max_norm is None else max_norm * replicas  # of the sum, not of the mean
     device = optimizer.param_groups[0]["params"][0].device
     sums = sums_of(strategy, device) if is_elementwise(kind) else None
-    rule = TorchRule(kind, optimizer, replicas, limit, finds_unused, sums)
+    rule = TorchRule(kind, optimizer, replicas, limit, finds_unused, own, sums)
     links: list[TorchLink] = []
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:

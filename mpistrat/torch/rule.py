@@ -186,6 +186,9 @@ class _BlockStep:
 class TorchRule(ForeignRule):
     """torch's rule, as an optimizer of this package.
 
+    Args:
+        own: True if the ranks of the strategy store and update the variables themselves.
+
     Attributes:
         rule: the name of torch's class.
         settings: the settings of each group, which ranks compare.
@@ -204,19 +207,20 @@ class TorchRule(ForeignRule):
         replicas: int,
         limit: float | None,
         finds_unused: bool,
+        own: bool,
         sums: GradientSums | None = None,
     ) -> None:
         self.kind, self._optimizer = kind, optimizer
-        self.__finds_unused, self.__sums = finds_unused, sums
+        self.__finds_unused, self.__own = finds_unused, own
         whole = not is_elementwise(kind)
         names, start = ((), 0.0) if whole else slots_of(kind, optimizer.param_groups)
         name = f"torch {kind.__name__}{' on whole tensors' if whole else ''}"  # which files compare
         super().__init__(self._rate_of_first, slot_names=names, slot_start=start, global_clipnorm=limit, name=name)
         self._whole = TorchWholeRule(optimizer) if whole else None
-        self.__own_state = None
+        self.__own_state = self.__started = None
         if sums is not None:
             self.__own_state = OwnState(self, optimizer)
-            self._core.begun = BegunInBackward(sums)
+            self._core.begun = self.__started = BegunInBackward(sums)
         self.scale = 1.0 / replicas
         self.counts: list[int] = []
         # A step on blocks is the same with each of these settings; torch's own has other bits.
@@ -402,8 +406,7 @@ class TorchRule(ForeignRule):
 
     def _take_step(self, strategy: Any, pairs: Any, aggregate: bool) -> None:
         """Take a step; parameters without a gradient take none. Collective; in cross-replica context."""
-        served = strategy.extended.placement.store is not None
-        if served:
+        if not self.__own:
             self._check_served()
         else:
             self._core.divisor = self._all_counts(strategy) if self.counts else 1.0
@@ -411,7 +414,7 @@ class TorchRule(ForeignRule):
                 self._add_zeros(strategy, pairs_of(pairs))
             if self.__frozen:
                 self._thaw({variable for gradient, variable in pairs_of(pairs)[0] if gradient is not None})
-        if self._on_wholes or served:  # servers count themselves
+        if self._on_wholes or not self.__own:  # servers count themselves
             super()._take_step(strategy, pairs, aggregate)
             return
         given = pairs_of(pairs)[0]
@@ -437,21 +440,21 @@ class TorchRule(ForeignRule):
 
     def begin_in_backward(self, strategy: Any, links: Sequence[TorchLink]) -> None:
         """Start to sum gradients that a backward pass has completed. Collective."""
-        if isinstance(self._core.begun, BegunInBackward):
-            self._core.begun.start(links)  # a backward pass has its own thread
+        if self.__started is not None:
+            self.__started.start(links)  # a backward pass has its own thread
             return
         remedy = "Call backward in the function that strategy.run runs"
         in_step(strategy, lambda: self.begin([link.variable for link in links]), "backward", remedy)
 
     def _run_on(self, variables: Sequence[Variable], left_out: Sequence[str]) -> UpdateRun:
-        sums, state = self.__sums, self.__own_state
-        if sums is None or state is None:
+        started, state = self.__started, self.__own_state
+        if started is None or state is None:
             return super()._run_on(variables, left_out)
         if not steps_by_torch(variables):
             why = "parameters have 16 bits, or their slots are divided over nodes"
             log.once(logging.INFO, f"{self._function}: sums and updates go by CuPy: {why}")
             return super()._run_on(variables, left_out)
-        return TorchStep(self, state, sums, variables, left_out)
+        return TorchStep(self, state, started, variables, left_out)
 
     def _add_zeros(self, strategy: Any, replicas: Sequence[list[tuple[Any, Any]]]) -> None:
         """Give a replica a gradient of zeros for each parameter that only has one on other replicas. Collective."""
@@ -533,7 +536,7 @@ class TorchRule(ForeignRule):
         group, step = self._optimizer.param_groups[taken.group], block.step - taken.lag
         first, rate = step == 1 and not taken.begun, float(group["lr"])
         scalars: Mapping[str, float] = taken.scalars
-        if self.rule in _WITH_SCALARS and self._core.strategy.extended.placement.store is not None:
+        if self.rule in _WITH_SCALARS and not self.__own:
             scalars = self._served_scalars(taken.group, step, rate)
         key = taken.group, block.weights.dtype
         self._kept(key, group, block.weights)[0].update(block, rate, step, first, scalars)

@@ -25,7 +25,7 @@ from ..cross_device.auto import AutoAllReduce
 from ..cross_device.nccl import NcclAllReduce
 from ..optimizers.gradients import Pairs, load_gradients
 from ..optimizers.rule import UpdateRun
-from ..variables import Variable
+from ..variables import Quality, Variable
 from ..variables.equal import different_copies
 from .backend.rendezvous import store_of
 from .tensors import tensor_of
@@ -57,9 +57,7 @@ def sums_of(strategy: Any, device: torch.device) -> GradientSums | None:
     """
     extended = strategy.extended
     placement = extended.placement
-    if placement.store is not None or not goes_by_torch(placement) or len(extended.replicas) > 1:
-        return None
-    if placement.grid is not None or placement.local_steps is not None or placement.arenas.step.sharded_gradients:
+    if not goes_by_torch(placement) or len(extended.replicas) > 1 or placement.lacks(*Quality):
         return None
     if type(placement.ops) not in (AutoAllReduce, NcclAllReduce):
         return None
@@ -159,6 +157,7 @@ class BegunInBackward:
     """The sums started by backward passes since the last step, with the methods of `Begun`.
 
     Attributes:
+        sums: of the strategy.
         words: names in order, which ranks compare in the step.
         early, able, on_one_node: True: sums start early, also on one node.
     """
@@ -166,7 +165,7 @@ class BegunInBackward:
     early = able = on_one_node = True
 
     def __init__(self, sums: GradientSums) -> None:
-        self._sums, self._started = sums, list[_Sum]()
+        self.sums, self._started = sums, list[_Sum]()
         self._used = False  # only with overlap=True
         self.words = ""
 
@@ -181,7 +180,7 @@ class BegunInBackward:
             own = [gradients[variable] for variable in found.variables]
             flat = own[0].new_zeros(found.high - found.low)
             torch._foreach_copy_(_parts(found, flat), own)
-            self._started.append(_Sum(found, flat, self._sums.start(flat)))
+            self._started.append(_Sum(found, flat, self.sums.start(flat)))
         self.words += f", begun: {', '.join(variable.name for variable in gradients)}"
 
     def take(self) -> list[_Sum]:
@@ -207,7 +206,7 @@ class BegunInBackward:
             return
         self._started.clear()
         ranks.refuse_after(error, "in a step left sums of gradients")
-        self._sums.abandon()
+        self.sums.abandon()
 
     def forget(self) -> None:
         """Discard the started sums. Every rank does it."""
@@ -222,18 +221,23 @@ class TorchStep(UpdateRun):
     """The step of one optimizer on one set of parameters, whole in each rank's memory."""
 
     def __init__(
-        self, rule: Any, state: OwnState, sums: GradientSums, variables: Sequence[Variable], left_out: Sequence[str]
+        self,
+        rule: Any,
+        state: OwnState,
+        started: BegunInBackward,
+        variables: Sequence[Variable],
+        left_out: Sequence[str],
     ) -> None:
         """Plan the step, of variables in the same order on every rank.
 
         Args:
             rule: the `TorchRule` of the optimizer.
             state: of the optimizer.
-            sums: of the strategy.
+            started: the sums that backward passes have started.
             variables: those with a gradient.
             left_out: names of those without.
         """
-        self._rule, self._core, self._state, self._sums = rule, rule._core, state, sums
+        self._rule, self._core, self._state, self._started = rule, rule._core, state, started
         placement = variables[0].placement
         self.strategy = placement.strategy
         self._group, self._number = placement.group, rule._core.number_in(placement)
@@ -267,7 +271,7 @@ class TorchStep(UpdateRun):
         """Raise CollectiveMismatchError if steps or, checked periodically, weights differ. Collective."""
         core, group = self._core, self._group
         number = core.calls + 1
-        detail = (self._detail if aggregate else f"{self._detail}, without aggregation") + core.begun.words
+        detail = (self._detail if aggregate else f"{self._detail}, without aggregation") + self._started.words
         due = core.taken[self._names] % group.environment.check_every == 0
         words = f", step {number} at rate {core.rate_at(number)!r}"
         try:
@@ -281,8 +285,7 @@ class TorchStep(UpdateRun):
                 elif group.num_nodes > 1:
                     group.agree(0)  # NCCL would wait silently for a rank that is elsewhere
         except BaseException as error:
-            if isinstance(core.begun, BegunInBackward):
-                core.begun.refuse(group, error)
+            self._started.refuse(group, error)
             raise
 
     def _digests(self) -> list[int]:
@@ -295,16 +298,14 @@ class TorchStep(UpdateRun):
 
     def _sum(self, aggregate: bool) -> list[_Sum]:
         """Return the sums of the gradients, in separate memory: arenas have the replica's own. Collective."""
-        begun = self._core.begun
-        sums: list[_Sum] = begun.take() if isinstance(begun, BegunInBackward) else []
-        ranges = self._ranges
+        sums, ranges = self._started.take(), self._ranges
         if sums:
             known = {variable for each in sums for variable in each.range.variables}
             ranges = _ranges_of([variable for variable in self._variables if variable not in known])
         for found in ranges:
             assert found.arena.gradients is not None
             flat = tensor_of(found.arena.gradients.local[0])[found.low : found.high].clone()
-            sums.append(_Sum(found, flat, self._sums.start(flat) if aggregate else []))
+            sums.append(_Sum(found, flat, self._started.sums.start(flat) if aggregate else []))
         for each in sums:
             for work in each.works:
                 work.wait()

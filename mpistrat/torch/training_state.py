@@ -262,7 +262,7 @@ class _Tensors:
     def arrays(self, ranks: Sequence[int], each_node: bool) -> tuple[dict[str, Form], list[Slice]]:
         """Return the forms of all arrays, and the slices that this rank writes. Collective."""
         self._compare()
-        writers = Writers(self._group, None, ranks, each_node)
+        writers = Writers(self._group, (), ranks, each_node)
         own = [self._entry(name, tensor) for name, tensor in self.named.items()]
         whole = (entry for entry in own if entry.everywhere)
         divided = self._shards.entries([entry for entry in own if not entry.everywhere], writers)

@@ -15,6 +15,7 @@ from typing import Any, final
 from ..base.errors import explain
 from ..base.log import logger
 from ..base.masks import plain_array
+from ..variables import Quality
 from .weights import assign_from_file, weights_of
 
 __all__ = [
@@ -26,18 +27,12 @@ __all__ = [
     "ModelCheckpoint",
     "ReduceLROnPlateau",
     "TerminateOnNaN",
-    "has_workers",
     "is_number",
     "plain",
 ]
 
 #: Results by name.
 Logs = Mapping[str, Any]
-
-
-def has_workers(strategy: Any) -> bool:
-    """Return whether a strategy has parameter servers, whose workers have their own batches."""
-    return hasattr(strategy, "workers")
 
 
 @final
@@ -49,6 +44,7 @@ class Loop:
         optimizer: its learning rate is read and set; None without one.
         first: the first rank that takes steps.
         tells: True on that rank, which writes and prints.
+        in_step: True if all ranks take each step together, False if workers have their own batches.
         epoch: the number of the epoch, from 0.
         step: the number of steps so far, in all epochs.
         stop_training: set by a callback to stop.
@@ -67,7 +63,8 @@ class Loop:
             optimizer: one of `ms.optimizers`, or of torch.
         """
         self.strategy, self.optimizer = strategy, optimizer
-        self.first = int(next(iter(getattr(strategy, "workers", (0,)))))
+        self.first = int(strategy.extended.placement.first_worker)
+        self.in_step = not strategy.extended.placement.lacks(Quality.COMMON_STEPS)
         self.tells = bool(strategy.rank == self.first)
         self.epoch = self.step = 0
         self.stop_training = False

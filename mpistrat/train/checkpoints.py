@@ -27,7 +27,7 @@ from ..data.files.remote import is_url
 from ..state.extra import has_state, state_of_text, text_of_state
 from ..state.writing import Saving
 from ..timeline.trace import process_group_of
-from .callbacks import has_workers
+from ..variables import Quality
 from .checkpoint_folders import LocalFolder, folder_of, newest_file
 
 __all__ = [
@@ -393,7 +393,7 @@ class Checkpoints:
             [1.0, 5.0, 9.0, 1.0, 5.0, 9.0]
         """
         strategy = self.strategy
-        if not hasattr(strategy, "run") or has_workers(strategy):
+        if not hasattr(strategy, "run") or strategy.extended.placement.lacks(Quality.COMMON_STEPS):
             expected, got = "a strategy whose ranks have the same batches", type(strategy).__name__
             raise ContextError(explain("Checkpoints.batches", "strategy", expected=expected, got=got))
         notes = self.restore_latest() or {"step": 0, "epoch": 0, "position": None, "lists": {}, "random": ()}

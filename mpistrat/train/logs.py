@@ -24,7 +24,7 @@ from ..base.log import logger
 from ..base.terminal import progress_bar, reaches_terminal
 from ..base.text import displayable
 from ..timeline import save
-from .callbacks import Callback, Logs, Loop, has_workers, is_number, plain
+from .callbacks import Callback, Logs, Loop, is_number, plain
 from .loggers import Logger, named_in_utf8
 from .warn_once import WarnOnce
 
@@ -353,7 +353,7 @@ class Timeline(Callback):
         self._recording = WarnOnce(f"Timeline: {os.fspath(path)}", OSError)
 
     def on_step_end(self, loop: Loop) -> None:
-        if loop.step == self._step and not self._apart(loop):
+        if loop.step == self._step and loop.in_step:
             self._done = True
             self._save(loop)
 
@@ -366,7 +366,3 @@ class Timeline(Callback):
             save(
                 loop.strategy.broadcast_object(self._path), loop.strategy, self._ranks
             )  # ranks may be in other folders
-
-    def _apart(self, loop: Loop) -> bool:
-        """Return whether ranks only meet after an epoch: those of parameter servers."""
-        return has_workers(loop.strategy)

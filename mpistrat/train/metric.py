@@ -17,7 +17,7 @@ from ..base.types import VariableAggregation, VariableSynchronization
 from ..base.underflow import may_underflow
 from ..comm.arrays import to_host
 from ..strategy.contexts import in_step, stepping
-from ..variables import Variable
+from ..variables import Quality, Variable
 from ..variables.variable import value_for_file
 from .foreign_metrics import FUNCTION, ForeignMetric, adapt, merged, results_of
 from .weights import METRIC
@@ -130,9 +130,9 @@ def known(function: str, metric: Any) -> Metric | ForeignMetric:
 def _own_results(metrics: Sequence[Metric]) -> dict[str, Any]:
     strategy = metrics[0].sums.placement.strategy
     context.expect_cross(strategy, FUNCTION)
-    if strategy.extended.placement.store is None:
+    if not metrics[0].sums.placement.lacks(Quality.COMMON_STEPS):
         totals = strategy.reduce("SUM", [metric.sums for metric in metrics])
-    else:  # workers are not in sync
+    else:
         strategy.extended.coordination.announce("gathered", *(metric.sums for metric in metrics))
         totals = [value_for_file(metric.sums) for metric in metrics]
     return {

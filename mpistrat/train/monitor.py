@@ -27,7 +27,7 @@ from ..base.text import counted, duration, encoded
 from ..base.version import __version__
 from ..timeline import times
 from ..timeline.trace import process_group_of
-from .callbacks import Callback, Logs, Loop, has_workers, plain
+from .callbacks import Callback, Logs, Loop, plain
 from .loggers import Logger, MLflow
 from .logs import JSONLogger, Progress, TensorBoard
 from .machine import commit, peak_memory, place_of
@@ -135,7 +135,7 @@ class Monitor(Callback):
             "strategy": repr(strategy),
             "ranks": str(strategy.size),
             "nodes": str(topology.num_nodes),
-            "replicas": str(topology.num_replicas if has_workers(strategy) else strategy.num_replicas_in_sync),
+            "replicas": str(strategy.num_replicas_in_sync if loop.in_step else topology.num_replicas),
             "program": " ".join(sys.argv),
             **({"commit": version} if (version := commit() if loop.tells else "") else {}),
             "started": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -180,7 +180,7 @@ class Monitor(Callback):
         )
         every = strategy.all_gather_object(mine)
         step, seconds, samples, due, *_ = every[loop.first]
-        if has_workers(strategy):  # of parameter servers: each has its own batches
+        if not loop.in_step:  # each worker has its own batches
             samples = sum(one[2] for one in every)
         samples += sum(one[5] for one in every)
         record.memory = [one[6] for one in every]

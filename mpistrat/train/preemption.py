@@ -13,6 +13,7 @@ from ..base.environment import RESTART_EXIT_CODE
 from ..base.errors import ContextError, explain
 from ..base.log import logger
 from ..strategy.preemption import ask_to_stop, catch_stop_signals, stop_reason
+from ..variables import Quality
 from .checkpoints import Checkpoints
 
 __all__ = ["PreemptionCheckpointHandler", "PreemptionWatcher", "TerminationConfig"]
@@ -114,8 +115,8 @@ class PreemptionCheckpointHandler:
                 explain("PreemptionCheckpointHandler", "checkpoints", expected=expected, got=got, remedy=remedy)
             )
         self._checkpoints, self._strategy = checkpoints, checkpoints.strategy
-        if self._strategy.extended.placement.store is not None:
-            expected, got = "a strategy whose ranks step together", "one of parameter servers"
+        if lacking := self._strategy.extended.placement.lacks(Quality.COMMON_STEPS):
+            expected, got = "a strategy whose ranks step together", f"one of {lacking}"
             raise ContextError(explain("PreemptionCheckpointHandler", "strategy", expected=expected, got=got))
         self._config = termination_config or TerminationConfig()
         catch_stop_signals()

@@ -181,9 +181,7 @@ def readers_of(loop: Loop, checkpoints: Checkpoints | None, notes: Callable[[], 
         checkpoints: the loop's, if any.
         notes: returns the notes of a checkpoint. Collective.
     """
-    if loop.strategy.extended.placement.store is None:
-        return CommonReaders()
-    return WorkerReaders(loop, checkpoints, notes)
+    return CommonReaders() if loop.in_step else WorkerReaders(loop, checkpoints, notes)
 
 
 def _draw(batches: Any, wanted: int | None) -> Generator[Any, None, int]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..arena.layout import Part, Receiver
+from ..arena.layout import Receiver, part_of
 from ..arena.values import check_name, initial_array, move_like, parse_dtype
 from ..base.errors import explain
 from ..base.partition import aligned_block, bounds
@@ -60,7 +59,7 @@ def create_variable(
     synchronization, trainable = check_kind(synchronization, aggregation, trainable, form[1])
     near = None if beside is None else next(i for i, known in enumerate(placement.variables) if known is beside)
     on_read = synchronization is VariableSynchronization.ON_READ
-    part = _part(placement, layout, form[0], unique, on_read, constraint is not None)
+    part = part_of(placement.grid, layout, form[0], unique, on_read, constraint is not None)
 
     def make(name: str, shape: tuple[int, ...], value: np.ndarray | None) -> Variable:
         index, own = len(placement.variables), shape if part is None else part.shape
@@ -94,34 +93,6 @@ def create_variable(
         rows = None if value is None else value[low:high]
         parts.append(make(placement.unique_name(f"{unique}/part_{index}"), (high - low, *form[0][1:]), rows))
     return ShardedVariable.of(parts, unique)
-
-
-def _part(
-    placement: Placement,
-    layout: Sequence[str | None] | None,
-    shape: tuple[int, ...],
-    name: str,
-    on_read: bool,
-    constrained: bool,
-) -> Part | None:
-    """Return the part of a new variable that each rank holds; None if each has all, or its own value."""
-    what = f"{name}: layout"
-    if placement.grid is None:
-        if layout is not None:
-            expected, got = "a strategy with a mesh, for a layout", f"a {type(placement.strategy).__name__}"
-            remedy = 'ms.MeshStrategy(axes={"data": -1, "model": 4}); or leave layout out'
-            raise ValueError(explain("Variable", what, expected=expected, got=got, remedy=remedy))
-        return None
-    if on_read:
-        if layout is not None:
-            expected, got = "none for an ON_READ variable, of which each replica has its own", repr(layout)
-            raise ValueError(explain("Variable", what, expected=expected, got=got))
-        return None
-    part = Part(placement.grid, shape, (None,) * len(shape) if layout is None else layout, name)
-    if part.split and constrained:
-        expected, got = "no constraint, which is a function of the whole array", f"a constraint and the layout {layout}"
-        raise ValueError(explain("Variable", f"{name}: constraint", expected=expected, got=got))
-    return part
 
 
 def _count_shards(placement: Placement, name: str, form: tuple[tuple[int, ...], np.dtype]) -> int:
@@ -233,9 +204,9 @@ def _fill_arena(group: ProcessGroup, flat: np.ndarray, value: np.ndarray | None,
 def _fill(group: ProcessGroup, targets: list[Target], value: np.ndarray | None, what: Description) -> None:
     """Store global rank 0's numbers in the range [low, high) of each target, in chunks. Collective, inside one."""
     flat = None if value is None else value.reshape(-1)
-    size = math.prod(what.shape) if what.part is None else what.part.whole_size
+    size = what.box.whole_size
     step = max(1, CHUNK // what.dtype.itemsize) if group.topology.size > 1 else max(1, size)
-    receivers = [_receiver(target, what.part) for target in targets]
+    receivers = [what.box.receiver(_receiver(target)) for target in targets]
     for start in range(0, size, step):
         stop = min(start + step, size)
         if flat is not None and group.topology.rank == 0:
@@ -250,12 +221,11 @@ def _fill(group: ProcessGroup, targets: list[Target], value: np.ndarray | None, 
                     receiver.take(begin, chunk[begin - start : end - start])
 
 
-def _receiver(target: Target, part: Part | None) -> Receiver:
+def _receiver(target: Target) -> Receiver:
     array, low, high = target
 
     def take(start: int, flat: np.ndarray) -> None:
         with on_device_of(array):
             array[start : start + flat.size] = move_like(flat, array)
 
-    own = Receiver([(low, high)] if low < high else [], take)
-    return own if part is None else part.box.receiver(own)
+    return Receiver([(low, high)] if low < high else [], take)

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Protocol, final
 
 import numpy as np
 
 from ..arena.arena import ArenaAllocator
-from ..arena.layout import Grid, Part
+from ..arena.layout import Box, Grid, Part
 from ..base.errors import LayoutError, explain
 from ..base.options import LocalSteps
 from ..base.types import VariableAggregation, VariableSynchronization
 from ..comm.process_group import ProcessGroup
 from ..cross_device.ops import CrossDeviceOps
 
-__all__ = ["ORDINAL_STEP", "Description", "OptimizerMemory", "Placement", "Target"]
+__all__ = ["ORDINAL_STEP", "Description", "OptimizerMemory", "Placement", "Quality", "Target"]
 
 ORDINAL_STEP = 4096  # distance of the numbers of optimizers; counts below it do not overlap
 
 Target = tuple[Any, int, int]  # a flat array, and this rank's range of its elements
+
+
+class Quality(Enum):
+    """A property that features may need of a strategy. What takes it away says so in `Placement.lacking`."""
+
+    COMMON_STEPS = "ranks that take each step together"
+    EQUAL_NODES = "nodes that step together"
+    KEPT_GRADIENTS = "gradients that are kept until the step"
+    OWN_VARIABLES = "variables that its ranks store and update"
+    WHOLE_REPLICAS = "whole replicas on each rank"
 
 
 @final
@@ -39,6 +50,11 @@ class Description:
     beside: int | None = None  # the index of a variable to place it with
     part: Part | None = None  # of a whole array; `shape` is then that of the part
     per_worker: bool = False  # each worker has its own copy
+
+    @property
+    def box(self) -> Box:
+        """The variable in its whole array."""
+        return Box(self.shape) if self.part is None else self.part.box
 
 
 class OptimizerMemory(Protocol):
@@ -124,6 +140,7 @@ class Placement:
         store: the servers' store; None if all replicas step together.
         partitioner: returns the number of shards of a variable, see `partitioners`; default: one.
         grid: the ranks over which each replica is divided; None if it is not.
+        replica: the ranks of this rank's replica, if they are several; and their numbers among all ranks, if it may be divided.
 
     Attributes:
         variables: every `Variable`, in the order of creation, the same on every rank.
@@ -134,6 +151,7 @@ class Placement:
         told_apart: whether an error has reported that weights differ that should be equal.
         steps: the factory of steps and rounds for optimizers; opaque here.
         optimizers: the slots, counts and numbers of optimizers.
+        lacking: the qualities that the strategy has not, and in words what takes each away: an argument of it, or a noun.
     """
 
     group: ProcessGroup
@@ -149,10 +167,13 @@ class Placement:
     store: Any = None
     partitioner: Callable[..., Sequence[int]] | None = None
     grid: Grid | None = None
+    replica: ProcessGroup | None = None
+    replica_ranks: Sequence[int] = ()
     variables: list[Any] = field(default_factory=list)
     sharded: list[Any] = field(default_factory=list)
     made: list[Any] = field(default_factory=list)
     apart: dict[Any, Any] = field(default_factory=dict)
+    lacking: dict[Quality, str] = field(default_factory=dict)
     told_apart: bool = False
     steps: Any = None
     optimizers: OptimizerMemory = field(init=False)
@@ -170,15 +191,17 @@ class Placement:
         self.made.append(optimizer)  # not a weak reference: ranks would lose it at different times
         return len(self.made) - 1
 
-    def require_kept_gradients(self, function: str) -> None:
-        """Raise LayoutError if gradients are submitted early: framework adapters need gradients that stay."""
-        if self.arenas.step.sharded_gradients:
-            got, remedy = (
-                "one with sharded_gradients=True",
-                "Leave sharded_gradients out: gradients lie in the framework's arrays",
+    def lacks(self, *needed: Quality) -> str:
+        """Return in words what takes one of the qualities away; "" if the strategy has them."""
+        return next((self.lacking[quality] for quality in needed if quality in self.lacking), "")
+
+    def require(self, function: str, quality: Quality, why: str) -> None:
+        """Raise LayoutError unless the strategy has a quality that a function needs, `why` in words."""
+        if lacking := self.lacks(quality):
+            expected, remedy = f"one with {quality.value}", f"Leave {lacking.partition('=')[0]} out: {why}"
+            raise LayoutError(
+                explain(function, "strategy", expected=expected, got=f"one with {lacking}", remedy=remedy)
             )
-            expected = "a strategy that keeps gradients until the step"
-            raise LayoutError(explain(function, "strategy", expected=expected, got=got, remedy=remedy))
 
     def unique_name(self, name: str) -> str:
         """Return the name, with "_1", "_2", ... if it is used. All ranks call it in the same order."""

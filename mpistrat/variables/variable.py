@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arena.arena import Arena
-from ..arena.layout import Part
+from ..arena.layout import Box, Part
 from ..base import context
 from ..base.context import Frame
 from ..base.distributed_values import DistributedValues
@@ -23,6 +23,7 @@ from .placement import Description, Placement
 
 __all__ = [
     "Variable",
+    "box_of",
     "explain_foreign",
     "parts_for_file",
     "require_gradient",
@@ -337,3 +338,8 @@ def parts_for_file(variable: Variable, leads: bool, at_home: bool) -> list[tuple
     With `at_home` the server of a variable on servers has it instead.
     """
     return variable._parts_for_file(leads, at_home)
+
+
+def box_of(variable: Variable) -> Box:
+    """Return a variable's place in its whole array: all of it, or on a mesh a box."""
+    return variable._description.box

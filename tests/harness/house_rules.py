@@ -591,7 +591,8 @@ OPTIONS = {
         {"core.begun": "*", "extended.begun": "*", "begun": "step/[!o]* strategy/*", "early": "arena/* cross_device/* step/*"},
         "EarlySums Begun",
         # sharded gradients are early sums of all gradients
-        "optimizers/begun.py arena/early.py step/early_start.py step/early_on_gpu.py arena/buckets.py step/handed_over.py",
+        "optimizers/begun.py arena/early.py step/early_start.py step/early_on_gpu.py arena/buckets.py step/handed_over.py"
+        " torch/overlap.py",
     ),
 }  # fmt: skip
 

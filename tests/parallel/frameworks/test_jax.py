@@ -280,6 +280,19 @@ def test_other_weights_are_assigned():
         ms.jax.apply(optimizer, step(params, *rows())[1], params)
 
 
+@pytest.mark.ranks(2, 3, timeout=180)
+def test_weights_in_parts_on_servers_are_assigned():
+    values = {"rows": np.arange(12, dtype=np.float32).reshape(4, 3), "whole": np.ones(1, np.float32)}
+    partitioner = ms.partitioners.FixedShardsPartitioner(2)
+    with ms.ParameterServerStrategy(num_ps=1, variable_partitioner=partitioner) as strategy:
+        with strategy.scope():
+            params = ms.jax.distribute(jax.tree.map(np.zeros_like, values))
+        params = ms.jax.assign(params, values)
+        strategy.barrier()
+        for name, value in values.items():
+            np.testing.assert_array_equal(params[name], value)
+
+
 @pytest.mark.ranks(1, 2, timeout=180)
 def test_weights_that_do_not_fit_are_refused():
     with put() as (strategy, params, _, _):

@@ -8,7 +8,7 @@ import mpistrat as ms  # noqa: E402
 from mpistrat.arena import early  # noqa: E402
 from mpistrat.comm.process_group import ProcessGroup  # noqa: E402
 from mpistrat.step import early_start  # noqa: E402
-from mpistrat.torch import optimizer as overlap  # noqa: E402
+from mpistrat.torch import overlap  # noqa: E402
 
 pytestmark = pytest.mark.ranks(2, 4)
 WIDTH = 512

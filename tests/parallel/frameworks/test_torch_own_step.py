@@ -11,8 +11,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test
 
 import mpistrat as ms  # noqa: E402
 from mpistrat.base.programs import program  # noqa: E402
-from mpistrat.torch import optimizer as torch_optimizer  # noqa: E402
-from mpistrat.torch import torch_step  # noqa: E402
+from mpistrat.torch import overlap, torch_step  # noqa: E402
 from tests.harness.torch_by_torch import step_by_torch  # noqa: E402
 from tests.harness.torch_training import difference, distributed, loss_of, make, mlp, plain, put, rows  # noqa: E402
 from tests.launch.launcher import job_environment  # noqa: E402
@@ -151,7 +150,7 @@ def started(monkeypatch):
     plain = torch_step.BegunInBackward.start
     noted = lambda self, links: counts.append(len(links)) or plain(self, links)  # noqa: E731
     monkeypatch.setattr(torch_step.BegunInBackward, "start", noted)
-    monkeypatch.setattr(torch_optimizer, "_BUCKET_BYTES", 1 << 20)
+    monkeypatch.setattr(overlap, "_BUCKET_BYTES", 1 << 20)
     return counts
 
 
