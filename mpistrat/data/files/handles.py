@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from ...base.errors import ClosedError, LayoutError, MissingDependencyError, ShardError, explain, shard_error
 from ...cluster.topology import running_mpi
-from ..buffers import LastRead
-from .remote import ReadAhead, RemoteRanges, StoredPath
 
 if TYPE_CHECKING:
     import h5py
 
+    from .remote import GrowingReads, RemoteRanges, StoredPath
 
 __all__ = [
     "DAMAGED",
@@ -240,13 +239,18 @@ class Descriptor:
 
 def open_bytes() -> OpenFiles[Descriptor | RemoteRanges]:
     """Return files that are read as bytes."""
-    kept, ahead = LastRead[bytes](_KEPT_AHEAD), dict[StoredPath, ReadAhead]()
+    from ..buffers import LastRead
+
+    kept = LastRead[bytes](_KEPT_AHEAD)
+    ahead: dict[StoredPath, GrowingReads] = {}
 
     def opener(file: ShardFile) -> Descriptor | RemoteRanges:
         if isinstance(file.path, Path):
             return Descriptor(file)
+        from .remote import GrowingReads, RemoteRanges
+
         file.check()
-        return RemoteRanges(file.path, file.bytes, ahead.setdefault(file.path, ReadAhead(kept)))
+        return RemoteRanges(file.path, file.bytes, ahead.setdefault(file.path, GrowingReads(kept)))
 
     return OpenFiles(opener)
 

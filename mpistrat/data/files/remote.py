@@ -22,7 +22,7 @@ from ...base.lazy import load_optional
 from ..buffers import LastRead
 
 __all__ = [
-    "ReadAhead",
+    "GrowingReads",
     "RemoteFile",
     "RemotePath",
     "RemoteStream",
@@ -326,7 +326,7 @@ class RemotePath:
 
 @final
 @dataclass(frozen=True, eq=False)
-class _Run:
+class _Request:
     """The last read of successive ones: its bytes in the file, and their number if there was one before; else 0."""
 
     first: int
@@ -335,7 +335,7 @@ class _Run:
 
 
 @final
-class ReadAhead:
+class GrowingReads:
     """Reads of a file by requests that grow from the third one of successive reads on. Thread-safe.
 
     Args:
@@ -345,7 +345,7 @@ class ReadAhead:
     def __init__(self, kept: LastRead[bytes]) -> None:
         self._kept = kept
         self._lock = threading.Lock()
-        self._runs: deque[_Run] = deque(maxlen=_RUNS)  # most recently used last
+        self._runs: deque[_Request] = deque(maxlen=_RUNS)  # most recently used last
 
     def read(self, start: int, stop: int, fetch: Callable[[int, int], bytes]) -> bytes:
         """Return some bytes of the file, which `fetch` reads; another thread may have read them."""
@@ -358,16 +358,16 @@ class ReadAhead:
                 if after <= start <= run.stop + _GAP:
                     self._runs.remove(run)
                     if not run.size:
-                        self._runs.append(_Run(start, stop, stop - start))
+                        self._runs.append(_Request(start, stop, stop - start))
                         break
                     size = min(_GROWTH * max(run.size, stop - start), _SCANNED)
-                    longer = _Run(start, max(stop, start + size), size)
+                    longer = _Request(start, max(stop, start + size), size)
                     data = fetch(longer.first, longer.stop)
                     self._runs.append(longer)
                     self._kept.put(longer, data, len(data))
                     return data[: stop - start]
             else:
-                self._runs.append(_Run(start, stop, 0))
+                self._runs.append(_Request(start, stop, 0))
         return fetch(start, stop)
 
 
@@ -381,9 +381,9 @@ class RemoteRanges:
         ahead: reads ahead; shared with others that read the file, if there are any.
     """
 
-    def __init__(self, path: RemotePath, size: int, ahead: ReadAhead | None = None) -> None:
+    def __init__(self, path: RemotePath, size: int, ahead: GrowingReads | None = None) -> None:
         self._path, self.size = path, size
-        self._ahead = ReadAhead(LastRead(_KEPT)) if ahead is None else ahead
+        self._ahead = GrowingReads(LastRead(_KEPT)) if ahead is None else ahead
         system, name = path.system()
         options: dict[str, Any] = {"cache_type": "none"}
         if is_web(str(path)):
