@@ -24,7 +24,7 @@ from .hyperparameters import CallableRate, Rate, numbers_of, private_numbers_of
 from .rule import UpdateRule, UpdateRun
 from .schedules import LearningRateSchedule
 from .settings import changed
-from .slots import SlotStore, whole_slots
+from .slots import SlotStore, waiting_slots, whole_slots
 
 if TYPE_CHECKING:
     from .device_scale import DeviceLossScale
@@ -388,7 +388,8 @@ class ArenaMemory(OptimizerMemory):
         self, optimizer: Any, writers: Collection[int] | None, all_else: bool, each_node: bool
     ) -> Iterator[SlotsHere]:
         core = optimizer._core
-        yield from core.slots.waiting(writers, all_else, each_node)
+        for name, slots in core.slots.pending.items():
+            yield from waiting_slots(self._placement(), name, slots, writers, all_else, each_node)
         for variable in core.variables:
             if core.slots.in_files(variable):
                 parts = core.slots.here(variable, writers, each_node)

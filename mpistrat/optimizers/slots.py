@@ -135,12 +135,11 @@ class SlotStore:
         self.names, self._owner = owner.slot_names, owner
         self.pending: dict[str, dict[str, Any]] = {}
         self.rounds: Any = None
-        self._placement: Placement | None = None
         self._arenas: dict[Arena, ArenaSlots] = {}
 
     def join(self, placement: Placement) -> None:
         """Serve the variables of a placement."""
-        self._placement, self.rounds = placement, placement.steps.new_rounds()
+        self.rounds = placement.steps.new_rounds()
 
     @property
     def alike(self) -> bool:
@@ -239,11 +238,6 @@ class SlotStore:
             for begin, end in arena.owned([(low, low + variable.size)]):
                 target = self.of(arena).stored(begin, end)[name]
                 target[...] = move_like(flat[begin - low : end - low], target)
-
-    def waiting(self, writers: Collection[int] | None, all_else: bool, each_node: bool) -> Iterator[SlotsHere]:
-        """Yield this rank's part of the pending slots. See `Optimizer.slots_here`."""
-        for name, slots in self.pending.items():
-            yield from waiting_slots(self._placement, name, slots, writers, all_else, each_node)
 
     def receiver(self, variable: Variable, name: str) -> Receiver:
         """Return this rank's receiver of a slot from a file. Call it on all ranks."""

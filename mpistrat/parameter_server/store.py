@@ -17,7 +17,7 @@ from ..comm.process_group import ProcessGroup
 from ..optimizers.core import find, known
 from ..optimizers.slots import own_slots
 from ..variables import Placement, Variable
-from ..variables.create import make_copies
+from ..variables.create import make_here
 from ..variables.placement import ORDINAL_STEP, Description, OptimizerMemory, SlotsHere, Target
 from .connections import ParameterServers
 from .layout import PLACEMENTS, VariableSpec
@@ -105,7 +105,7 @@ class ServerStore(OptimizerMemory):
     def make(self, placement: Placement, what: Description) -> tuple[Variable, list[Target]]:
         """Allocate a variable on a server, or copies on workers. Collective. See `Placement.make`."""
         if what.synchronization is VariableSynchronization.ON_READ:
-            return make_copies(placement, what, CopiesOfWorkers)
+            return make_here(placement, what, CopiesOfWorkers)
         connections = self._connections
         beside = None if what.beside is None else getattr(placement.variables[what.beside], "server", None)
         server = self._assign_server(what.shape, what.dtype, beside)

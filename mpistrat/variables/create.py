@@ -20,7 +20,7 @@ from .placement import Description, Placement, Target
 from .sharded import ShardedVariable
 from .variable import Variable
 
-__all__ = ["create_variable", "make_copies", "make_here"]
+__all__ = ["create_variable", "make_here"]
 
 CHUNK = 16 << 20  # bytes of an initial value per message
 
@@ -157,23 +157,18 @@ def _make(placement: Placement, what: Description, value: np.ndarray | None) -> 
     return variable
 
 
-def make_copies(
-    placement: Placement, what: Description, kind: type[SyncOnReadVariable] = SyncOnReadVariable
+def make_here(
+    placement: Placement, what: Description, on_read: type[SyncOnReadVariable] = SyncOnReadVariable
 ) -> tuple[Variable, list[Target]]:
-    """Return a new variable of which each replica, or worker, has a copy, and this rank's targets."""
+    """Return a new variable in the replicas' memory, and this rank's targets, see `Placement.make`."""
     if what.per_worker:
         from .per_worker import PerWorkerVariable
 
         own = PerWorkerVariable(placement, what)
         return own, [(own.storage().reshape(-1), 0, own.size)]
-    variable = kind(placement, what)
-    return variable, [(copy.reshape(-1), 0, variable.size) for copy in variable.copies]
-
-
-def make_here(placement: Placement, what: Description) -> tuple[Variable, list[Target]]:
-    """Return a new variable in the replicas' memory, and this rank's targets, see `Placement.make`."""
     if what.synchronization is VariableSynchronization.ON_READ:
-        return make_copies(placement, what)
+        copied = on_read(placement, what)
+        return copied, [(copy.reshape(-1), 0, copied.size) for copy in copied.copies]
     size = int(np.prod(what.shape, dtype=np.int64))
     has_gradients = what.trainable and what.dtype.kind not in "biu"
     arena, offset = placement.arenas.allocate(size, what.dtype, has_gradients, what.name)
