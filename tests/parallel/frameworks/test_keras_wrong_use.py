@@ -76,6 +76,18 @@ def test_different_arguments_are_told_on_all_ranks(case):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "option", [{"local_steps": 3}, {"sharded_gradients": True}], ids=lambda option: next(iter(option))
+)
+def test_an_option_of_steps_that_models_cannot_have_is_named(option, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", "0")  # each rank is a node
+    (name,) = option
+    refused = pytest.raises(ms.errors.LayoutError, match=rf"got one with {name}=.*Leave {name} out")
+    with ms.MultiWorkerMirroredStrategy(**option) as strategy, strategy.scope(), refused:
+        ms.keras.distribute(build())
+
+
+@pytest.mark.ranks(2)
 def test_an_input_that_fails_on_one_rank_is_told_on_all():
     model = compiled(build())
     with put(model) as strategy:

@@ -137,3 +137,16 @@ def test_wrong_counts_are_named():
         (ms.torch.counted_loss(loss, 3, optimizer) if strategy.rank else loss).backward()
         with pytest.raises(ms.errors.CollectiveMismatchError, match="counted_loss"):
             optimizer.step()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("what", ["local_steps=LocalSteps", "parameter servers"])
+def test_a_strategy_whose_steps_do_not_sum_all_gradients_is_named(what, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_SHARED_MEMORY", "0")  # each rank is a node
+    servers = what == "parameter servers"
+    with ms.ParameterServerStrategy() if servers else ms.MultiWorkerMirroredStrategy(local_steps=3) as strategy:
+        module = mlp()
+        with strategy.scope():
+            module, optimizer = ms.torch.distribute(module, torch.optim.SGD(module.parameters(), 0.1), loss="sum")
+        with pytest.raises(ValueError, match=f"got one with {what}"):
+            ms.torch.counted_loss(torch.zeros(()), 1, optimizer)

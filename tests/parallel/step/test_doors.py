@@ -44,6 +44,9 @@ WAYS = {
         local_steps=ms.LocalSteps(1, outer_learning_rate=1.0, outer_momentum=0.0)),
     "mesh": lambda: ms.MeshStrategy({"data": -1}),
 }
+LACKING = {  # what takes qualities from a strategy
+    "sharded gradients": "sharded_gradients=True", "local steps": "local_steps=LocalSteps(every=1,", "mesh": "a mesh",
+}
 RULES = {
     "SGD": (lambda: ms.optimizers.SGD(0.5, momentum=0.5), [-0.5, -1.25]),  # times the sum of the gradients
     "clipped": (lambda: ms.optimizers.SGD(0.5, global_clipnorm=1e30, momentum=0.5), [-0.5, -1.25]),
@@ -55,6 +58,8 @@ for name, make in WAYS.items():
         continue
     for make_rule, factors in RULES.values():
         with make() as strategy:
+            words = [*strategy.extended.placement.lacking.values()]
+            assert len(words) == (name in LACKING) and "".join(words).startswith(LACKING.get(name, "")), words
             with strategy.scope():
                 w = ms.Variable(np.zeros(SIZE, np.float32), name="w")
                 optimizer = make_rule()
