@@ -145,11 +145,13 @@ def _spec(group: h5py.Group, field: str) -> ArraySpec:
             raise Unreadable("text, or rows of varying length, in one sample")
         return ArraySpec((shape[0], *found.shape), found.dtype.newbyteorder("="))
     dtype, more = dataset.dtype.subdtype or (dataset.dtype, ())  # an array in the one element
-    return ArraySpec(more, object if dtype.hasobject else dtype.newbyteorder("="))
+    return ArraySpec(more, object if dtype.kind == "O" else dtype.newbyteorder("="))
 
 
 def _merged(where: str, known: ArraySpec, spec: ArraySpec) -> ArraySpec:
     """Return the spec of samples of both specs."""
+    if known == spec:
+        return known
     if known.dtype != spec.dtype or len(known.shape) != len(spec.shape):
         raise Refused(f"{where} of {spec}, unlike {known} of the samples before it")
     same = [one if one == other else None for one, other in zip(known.shape, spec.shape, strict=True)]

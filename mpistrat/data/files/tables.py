@@ -66,7 +66,7 @@ class _UnitReader(ABC):
 
     @abstractmethod
     def read(self, unit: int) -> Any:
-        """Return the wanted columns of a unit as a pyarrow.Table."""
+        """Return the wanted columns of a unit, a pyarrow.Table or RecordBatch."""
 
     @abstractmethod
     def close(self) -> None:
@@ -139,7 +139,7 @@ class _ArrowReader(_UnitReader):
         self._reader = _opened_arrow(self._source, schema, columns)
 
     def read(self, unit: int) -> Any:
-        return _pyarrow("pyarrow").Table.from_batches([self._reader.get_batch(unit)])
+        return self._reader.get_batch(unit)
 
     def close(self) -> None:
         self._source.close()
