@@ -18,7 +18,8 @@ from ...cluster.topology import running_mpi
 if TYPE_CHECKING:
     import h5py
 
-    from .remote import GrowingReads, RemoteRanges, StoredPath
+    from .remote import RemoteRanges, StoredPath
+
 
 __all__ = [
     "DAMAGED",
@@ -89,6 +90,8 @@ def open_hdf5(path: StoredPath, driver: str | None = None, function: str = "HDF5
         ShardError: naming the file, when HDF5 refuses it.
     """
     import h5py
+
+    from .remote import RemoteRanges, StoredPath
 
     if driver is not None and not isinstance(path, Path):
         raise shard_error(path, "a path on this machine", "a URL", "Leave driver out.", function)
@@ -240,6 +243,7 @@ class Descriptor:
 def open_bytes() -> OpenFiles[Descriptor | RemoteRanges]:
     """Return files that are read as bytes."""
     from ..buffers import LastRead
+    from .remote import GrowingReads, RemoteRanges
 
     kept = LastRead[bytes](_KEPT_AHEAD)
     ahead: dict[StoredPath, GrowingReads] = {}
@@ -247,8 +251,6 @@ def open_bytes() -> OpenFiles[Descriptor | RemoteRanges]:
     def opener(file: ShardFile) -> Descriptor | RemoteRanges:
         if isinstance(file.path, Path):
             return Descriptor(file)
-        from .remote import GrowingReads, RemoteRanges
-
         file.check()
         return RemoteRanges(file.path, file.bytes, ahead.setdefault(file.path, GrowingReads(kept)))
 
@@ -280,6 +282,8 @@ def check_mpi_io() -> None:
         LayoutError: MPI is not running, or with a lower thread level.
     """
     import h5py
+
+    from .remote import RemoteRanges, StoredPath
 
     if not h5py.get_config().mpi:
         got, expected = f"h5py {h5py.__version__} without MPI", "an h5py that was built with MPI"

@@ -326,7 +326,7 @@ class RemotePath:
 
 @final
 @dataclass(frozen=True, eq=False)
-class _Request:
+class _LastOfRun:
     """The last read of successive ones: its bytes in the file, and their number if there was one before; else 0."""
 
     first: int
@@ -345,7 +345,7 @@ class GrowingReads:
     def __init__(self, kept: LastRead[bytes]) -> None:
         self._kept = kept
         self._lock = threading.Lock()
-        self._runs: deque[_Request] = deque(maxlen=_RUNS)  # most recently used last
+        self._runs: deque[_LastOfRun] = deque(maxlen=_RUNS)  # most recently used last
 
     def read(self, start: int, stop: int, fetch: Callable[[int, int], bytes]) -> bytes:
         """Return some bytes of the file, which `fetch` reads; another thread may have read them."""
@@ -358,16 +358,16 @@ class GrowingReads:
                 if after <= start <= run.stop + _GAP:
                     self._runs.remove(run)
                     if not run.size:
-                        self._runs.append(_Request(start, stop, stop - start))
+                        self._runs.append(_LastOfRun(start, stop, stop - start))
                         break
                     size = min(_GROWTH * max(run.size, stop - start), _SCANNED)
-                    longer = _Request(start, max(stop, start + size), size)
+                    longer = _LastOfRun(start, max(stop, start + size), size)
                     data = fetch(longer.first, longer.stop)
                     self._runs.append(longer)
                     self._kept.put(longer, data, len(data))
                     return data[: stop - start]
             else:
-                self._runs.append(_Request(start, stop, 0))
+                self._runs.append(_LastOfRun(start, stop, 0))
         return fetch(start, stop)
 
 
