@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from bisect import bisect_right
 from collections import defaultdict
@@ -17,12 +18,11 @@ from ..base.options import StepOptions
 from ..comm.arrays import accumulation_dtype, import_cupy
 from ..comm.process_group import ProcessGroup
 from ..comm.shared_memory import free_space
-from .pieces import Messages
+from .pieces import AS_THEY_ARE, NodeForm, Range
 from .values import zeros
 
 if TYPE_CHECKING:
     from ..comm.node import SharedBlock
-    from .wire import Unsent, Wire
 
 __all__ = ["ALIGNMENT_BYTES", "Arena", "ArenaAllocator", "Gradients", "by_arena", "padded"]
 
@@ -39,19 +39,15 @@ class Gradients:
     """The gradients of an arena, in one flat array for each replica.
 
     Attributes:
-        local: one flat array for each replica of this rank.
+        local: one flat array for each replica of this rank; empty if variables have their own gradients, which a step takes.
         node: those of all replicas of the node, in replica order; None if the node shares no memory.
-        handed_over: True if there are no such arrays, because variables have their own gradients until they are submitted.
-        unsent: the error feedback of earlier messages of their sums, if it is added to the next ones.
     """
 
-    __slots__ = ("_arena", "handed_over", "local", "node", "unsent")
+    __slots__ = ("_arena", "_form", "local", "node")
 
-    def __init__(
-        self, arena: Arena, local: Sequence[Any], node: Sequence[np.ndarray] | None, handed_over: bool = False
-    ) -> None:
-        self._arena, self.handed_over = arena, handed_over
-        self.unsent: Unsent | None = None
+    def __init__(self, arena: Arena, local: Sequence[Any] = (), node: Sequence[np.ndarray] | None = None) -> None:
+        self._arena = arena
+        self._form: NodeForm | None = None
         self.local: list[Any] = list(local)
         self.node = None if node is None else list(node)
 
@@ -71,26 +67,15 @@ class Gradients:
         return self._arena.key
 
     @property
-    def messages(self) -> Callable[[np.ndarray], Messages]:
-        """The form of sums between nodes, for `PieceSum`."""
-        wire = self._arena.wire
-        if wire is None:
-            return Messages
-        from .encoded import messages_in
+    def form(self) -> NodeForm:
+        """The form of sums between nodes. All ranks call it."""
+        return self._form or self._arena.form
 
-        return messages_in(wire)
-
-    def feeding_back(self, unsent: Unsent) -> Gradients:
-        """Return the same gradients with error feedback."""
-        made = Gradients(self._arena, self.local, self.node, self.handed_over)
-        made.unsent = unsent
+    def in_form(self, form: NodeForm) -> Gradients:
+        """Return the same gradients with another form of their sums."""
+        made = Gradients(self._arena, self.local, self.node)
+        made._form = form
         return made
-
-    @property
-    def may_start_early(self) -> bool:
-        """True unless the sums need error feedback, which a step adds to the next one's messages of the same elements."""
-        wire = self._arena.wire
-        return wire is None or not wire.feeds_back
 
     def owned(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the part of element ranges that this rank reduces and updates."""
@@ -133,7 +118,7 @@ class Arena:
         shared: bool,
         central: bool = False,
         sharded: bool = False,
-        wire: str | None = None,
+        new_form: Callable[[Range, Range], NodeForm] | None = None,
     ) -> None:
         """Wrap flat arrays of one dtype and size.
 
@@ -141,7 +126,7 @@ class Arena:
             shared: the ranks of the node share the memory, so each writes only its part.
             central: if shared, the first of them writes all of it.
             sharded: nodes update pieces of slices if these are large enough.
-            wire: the encoding of float32 pieces between nodes, None for their own dtype.
+            new_form: returns the form of pieces between nodes, for the elements that this rank updates, and its slice.
         """
         self.group = group
         self.key = key
@@ -155,12 +140,7 @@ class Arena:
         if shared and central:
             self._writer = self._slice = (0 if group.node.rank == 0 else None, 1)
         self._may_shard, self._starts = sharded, list[int]()  # offsets of variables
-        self._wire: Wire | None = None
-        if wire is not None and self.dtype == np.float32:
-            from .wire import wire_named
-
-            self._wire = wire_named(wire)
-        self._unsent: Unsent | None = None
+        self._new_form = new_form
         self._bounds: list[tuple[int, int]] | None = None
         self._pieces: list[list[tuple[int, int]]] = []  # of each slice, by node
 
@@ -216,33 +196,22 @@ class Arena:
         self.bounds()
         return bool(self._pieces)
 
-    @property
-    def wire(self) -> Wire | None:
-        """The encoding of gradients and weight changes between nodes, None for their own dtype. All ranks call it."""
-        return self._wire if self._wire is not None and self.sharded else None
+    @functools.cached_property
+    def form(self) -> NodeForm:
+        """The form of gradients and weights between nodes. All ranks use it."""
+        if self._new_form is None or not self.sharded:
+            return AS_THEY_ARE
+        every = [(0, self.size)]
+        return self._new_form(*(each[0] if each else (0, 0) for each in (self.owned(every), self.sliced(every))))
 
-    @property
-    def unsent(self) -> Unsent | None:
-        """The error feedback of the weights that this rank updates, if these are encoded: see `wire`.
-
-        A weight plus its error feedback is the exact weight. All ranks call it.
-        """
-        if self._unsent is None and self.wire is not None:
-            from .wire import Unsent
-
-            self._unsent = Unsent(*(self.owned([(0, self.size)]) or [(0, 0)])[0])
-        return self._unsent
-
-    def forget_unsent(self, low: int, high: int, value: Any = None) -> None:
-        """Clear the error feedback of elements [low, high) before they are overwritten; with `value`, only of changed ones."""
-        if self._unsent is None:
+    def clear_stored(self, low: int, high: int, value: Any = None) -> None:
+        """Clear what is stored beside weights [low, high) before they are overwritten; with `value`, only of changed ones."""
+        if "form" not in vars(self) or not self.form.names:
             return
         for begin, end in self.owned([(low, high)]):
-            unsent = self._unsent.of(begin, end)
-            if value is None:
-                unsent[...] = 0
-            else:
-                unsent[self.values[begin:end] != value[begin - low : end - low]] = 0
+            where = ... if value is None else self.values[begin:end] != value[begin - low : end - low]
+            for array in self.form.stored(begin, end).values():
+                array[where] = 0
 
     def sliced(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the parts of element ranges inside this rank's slice, in order; fixes the slices. All ranks call it."""
@@ -295,6 +264,15 @@ def padded(arena: Arena, variables: Sequence[Any]) -> dict[int, int]:
     return {v.offset: min(-(-(v.offset + v.size) // unit) * unit, arena.size) for v in variables}
 
 
+def _forms(name: str | None, dtype: np.dtype) -> Callable[[Range, Range], NodeForm] | None:
+    """Return what makes the forms of arenas of a dtype for a `StepOptions.wire`; None for numbers as they are."""
+    if name is None:
+        return None
+    from .encoded import forms_of
+
+    return forms_of(name, dtype)
+
+
 @final
 class ArenaAllocator:
     """An allocator of variables in arenas, in the same order on every rank. One per strategy.
@@ -307,8 +285,10 @@ class ArenaAllocator:
         group: the strategy's ranks.
         devices: the devices of variables; default this rank's. All "gpu:k", or none.
         central: the first rank of a node writes and updates all variables, instead of each rank its part.
-        step: the options in effect: whether `Arena`s are sharded, their wire, and whether gradients are submitted, so that they
-            need no memory, see `Gradients`.
+        step: the options in effect, for the forms of `Arena`s and the memory of their gradients.
+
+    Attributes:
+        keeps_gradients: whether the gradients of replicas stay in memory until the step; else see `Gradients`.
     """
 
     def __init__(
@@ -320,6 +300,7 @@ class ArenaAllocator:
     ) -> None:
         self.group, self.step = group, step or StepOptions()
         self.central, self.sharded = central, bool(self.step.sharded_slots)
+        self.keeps_gradients = not self.step.sharded_gradients
         self.devices = tuple(group.topology.devices if devices is None else devices)
         on_gpu = [parse(device)[0] == "gpu" for device in self.devices]
         if any(on_gpu) and not all(on_gpu):
@@ -384,19 +365,19 @@ class ArenaAllocator:
         node = self.group.node
         values = node.allocate([size if rank == 0 else 0 for rank in range(node.size)], what)
         weights = [values.segments[0].view(dtype)]
-        sharded, wire = self.sharded and trainable, self.step.wire
-        arena = Arena(self.group, self._key(key), weights, True, self.central, sharded, wire)
+        sharded = self.sharded and trainable
+        forms = _forms(self.step.wire, dtype)
+        arena = Arena(self.group, self._key(key), weights, True, self.central, sharded, forms)
         self._blocks[arena] = [values]
-        if trainable and self.step.sharded_gradients:
-            arena.gradients = Gradients(arena, (), None, handed_over=True)
-        elif trainable:
-            arena.gradients = self._new_gradients(arena, f"the gradients of {what}")
+        if trainable:
+            kept = self.keeps_gradients
+            arena.gradients = self._new_gradients(arena, f"the gradients of {what}") if kept else Gradients(arena)
         return arena
 
     def _new_gradients(self, arena: Arena, what: str) -> Gradients:
         """Return gradient arrays for an arena; their pages are not touched. Collective, inside a collective."""
         if self.on_gpu:
-            return Gradients(arena, [zeros(arena.size, arena.dtype, device) for device in self.devices], None)
+            return Gradients(arena, [zeros(arena.size, arena.dtype, device) for device in self.devices])
         node, counts = self.group.node, list(self.group.replicas_of_node)
         size = arena.size * arena.dtype.itemsize
         block = node.allocate([size * count for count in counts], what)
@@ -414,7 +395,7 @@ class ArenaAllocator:
     def _slab_bytes(self, key: tuple[np.dtype, bool], needed: int, trainable: bool) -> int:
         slabs = self._slabs[key]
         wanted = max(FIRST_SLAB, sum(slabs) // 4) if self.on_gpu else min(FIRST_SLAB << len(slabs), LARGEST_SLAB)
-        copies = 1 + (sum(self.group.replicas_of_node) if trainable and not self.step.sharded_gradients else 0)
+        copies = 1 + (sum(self.group.replicas_of_node) if trainable and self.keeps_gradients else 0)
         limit = self.group.agree(self._free_bytes() // 4 // copies, "min")
         slabs.append(-(-max(needed, min(wanted, limit), 1) // PAGE) * PAGE)
         return slabs[-1]

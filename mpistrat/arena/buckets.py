@@ -9,10 +9,9 @@ overwritten before all have read it.
 from __future__ import annotations
 
 import itertools
-import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import numpy as np
 
@@ -73,22 +72,12 @@ class BucketSums:
         self._room = 0  # elements
         self._segments: list[_Segment] = []
         self._names: list[str] = []
-        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def forget_step(self) -> None:
-        """Discard all submitted gradients, after a step has ended by an error. Every rank calls it."""
-        for owner in list(self._owners):
-            owner.forget()
-
-    def put(
-        self, owner: Any, arena: Gradients, low: int, high: int, gradients: Sequence[np.ndarray], name: str
-    ) -> None:
+    def put(self, arena: Gradients, low: int, high: int, gradients: Sequence[np.ndarray], name: str) -> None:
         """Copy the gradients of elements [low, high), one flat array for each local replica. Collective.
 
-        Shorter arrays are padded with zeros. Errors report `name` if ranks submit different gradients. `owner.forget()` is called
-        if the step ends by an error.
+        Shorter arrays are padded with zeros. Errors report `name` if ranks submit different gradients.
         """
-        self._owners.add(owner)
         if self._early is None:
             self._early = self._open()
         if self._arena is not None and self._arena.key != arena.key:

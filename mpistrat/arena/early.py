@@ -23,7 +23,7 @@ from ..base.waiting import Backoff
 from ..comm.process_group import ProcessGroup
 from .arena import Gradients
 from .arithmetic import Arithmetic, arithmetic, combine
-from .pieces import Messages, PieceSum, Range, wait
+from .pieces import NodeForm, PieceSum, Range, wait
 from .reduction import BLOCK, ArenaSum, Consume, of_node
 
 __all__ = ["EarlyArenaSum", "EarlyMemory", "EarlySums", "threads_agree"]
@@ -67,7 +67,7 @@ class _Job(NamedTuple):
     arrays: Sequence[Any]  # array[low:high] are elements of the arena
     pieces: Sequence[Sequence[Range]]
     how: Arithmetic
-    messages: Callable[[np.ndarray], Messages]
+    form: NodeForm
     put: Callable[[int, int, np.ndarray], None]
     done: threading.Event
 
@@ -115,7 +115,7 @@ class EarlySums:
         by_node = [[part for piece in node for part in inside(ranges, *piece)] for node in nodes]
         parts = [aligned_bounds(sum(high - low for low, high in node), self._group.slices)[index] for node in by_node]
         pieces = [cut(node, *part) for node, part in zip(by_node, parts, strict=True)]
-        job = _Job(arrays, pieces, how, arena.messages, memory.put, threading.Event())
+        job = _Job(arrays, pieces, how, arena.form, memory.put, threading.Event())
         if not self._threads:
             self._sum(job)
             return
@@ -206,12 +206,12 @@ class EarlySums:
             del job  # referenced memory cannot be freed
 
     def _sum(self, job: _Job) -> None:
-        key = job.how.accumulate, job.messages
+        key = job.how.accumulate, job.form.messages
         summed = self._sums.get(key)
         if summed is None:
             finish = self._finish if self._threads else wait
-            summed = self._sums[key] = PieceSum(self._inter, job.how.accumulate, self._block, job.messages, finish)
-        summed.hand_out(job.arrays, job.pieces, job.how, job.put)
+            summed = self._sums[key] = PieceSum(self._inter, key[0], self._block, key[1], finish)
+        summed.hand_out(job.arrays, job.pieces, job.how, job.put, job.form)
 
     def _finish(self, requests: Sequence[Any]) -> None:
         """Wait for messages; leave the core to others until the program also waits for them."""
@@ -255,11 +255,11 @@ class EarlySums:
 
 @final
 class EarlyArenaSum:
-    """The sums of arenas with pieces, parts of which may start before the step."""
+    """The sums of an `ArenaSum`; of arenas with pieces, parts of them may start before the step."""
 
     def __init__(self, group: ProcessGroup, sums: ArenaSum) -> None:
         """Serve an `ArenaSum` of a group's ranks."""
-        self._group, self._sums = group, sums
+        self._group, self._sums, self.reduce_in_place = group, sums, sums.reduce_in_place
         self._started: EarlySums | None = None
 
     def sum_owned(self, arena: Gradients, ranges: Sequence[Range], how: Arithmetic, consume: Consume) -> None:

@@ -17,10 +17,10 @@ from ..base.partition import aligned_bounds, blocks
 from ..base.types import ReduceOp
 from ..comm.arrays import mpi_datatype
 from .arithmetic import Arithmetic, arithmetic, combine
-from .pieces import SHARED, Messages, Pieces, PieceShare, PieceSum, Range, leave
-from .wire import Unsent, Wire
+from .pieces import SHARED, Messages, NodeForm, Pieces, PieceShare, PieceSum, Range, leave
+from .wire import Unsent, Wire, wire_named
 
-__all__ = ["EncodedAllReduce", "EncodedMessages", "EncodedShare", "messages_in"]
+__all__ = ["Encoded", "EncodedAllReduce", "EncodedMessages", "EncodedShare", "EncodedSums", "forms_of"]
 
 _BYTES = np.dtype(np.uint8)
 
@@ -38,12 +38,6 @@ class EncodedMessages(Messages):
     def width(self, count: int) -> int:
         return self._wire.nbytes(count)
 
-    def encode(self, total: np.ndarray, message: np.ndarray, unsent: np.ndarray | None, work: np.ndarray) -> None:
-        if unsent is None:
-            self._wire.encode(total, message)
-        else:
-            self._wire.encode_sum(total, message, unsent, work)
-
     def add(self, half: int, me: int, part: slice, how: Arithmetic, total: np.ndarray) -> None:
         where = slice(self.width(part.start), self.width(part.stop))
         for node, message in enumerate(self.came[half]):
@@ -55,9 +49,67 @@ class EncodedMessages(Messages):
 
 
 @functools.cache
-def messages_in(wire: Wire) -> Callable[[np.ndarray], Messages]:
+def _messages_in(wire: Wire) -> Callable[[np.ndarray], Messages]:
     """Return the function that makes messages in an encoding, the same object for the same encoding."""
     return functools.partial(EncodedMessages, wire=wire)
+
+
+class EncodedSums(NodeForm):
+    """The form of sums in an encoding."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire, self.messages = wire, _messages_in(wire)
+
+    def encode(self, low: int, high: int, total: np.ndarray, message: np.ndarray, work: np.ndarray) -> None:
+        self.wire.encode(total, message)
+
+
+@final
+class _FedBack(EncodedSums):
+    """The form of the sums of one optimizer's gradients, with the error feedback of earlier ones; not in files."""
+
+    def __init__(self, wire: Wire, unsent: Unsent) -> None:
+        super().__init__(wire)
+        self.unsent = unsent
+
+    def encode(self, low: int, high: int, total: np.ndarray, message: np.ndarray, work: np.ndarray) -> None:
+        self.wire.encode_sum(total, message, self.unsent.of(low, high), work)
+
+    def applied(self, gradients: Any) -> Any:
+        return gradients.in_form(self)
+
+    def forget(self) -> None:
+        self.unsent.array[...] = 0
+
+
+@final
+class Encoded(EncodedSums):
+    """The form of an arena's numbers in an encoding. A weight plus its error feedback is the exact weight.
+
+    Attributes:
+        unsent: the error feedback of the weights that this rank updates, for all optimizers.
+    """
+
+    exact = False
+    names = ("wire_residual",)
+
+    def __init__(self, owned: Range, sliced: Range, wire: Wire) -> None:
+        """Serve the weights that this rank updates, and sums of its slice."""
+        super().__init__(wire)
+        self.may_start_early = not wire.feeds_back  # a step's feedback is added to the next one's messages
+        self.unsent, self._slice = Unsent(*owned), sliced
+
+    def stored(self, low: int, high: int) -> dict[str, np.ndarray]:
+        return {name: self.unsent.of(low, high) for name in self.names}
+
+    def of_steps(self) -> NodeForm:
+        return _FedBack(self.wire, Unsent(*self._slice)) if self.wire.feeds_back else self
+
+
+def forms_of(name: str, dtype: np.dtype) -> Callable[[Range, Range], Encoded] | None:
+    """Return what makes the forms of arenas of a dtype for a `StepOptions.wire`; None for numbers as they are."""
+    wire = wire_named(name) if dtype == np.float32 else None
+    return None if wire is None else functools.partial(Encoded, wire=wire)
 
 
 @final
@@ -137,9 +189,9 @@ class EncodedAllReduce:
             wire: the encoding of sums.
             block: elements that are summed while in cache, a multiple of 4,096.
         """
-        self._inter, self._wire = inter, wire
+        self._inter, self._form = inter, EncodedSums(wire)
         self._how = arithmetic(ReduceOp.SUM, np.dtype(np.float32), 1)
-        self._pieces = PieceSum(inter, self._how.accumulate, block, messages_in(wire))
+        self._pieces = PieceSum(inter, self._how.accumulate, block, self._form.messages)
         self._work = np.empty(block, np.float32)
         self._pool = BufferPool(kept=16)
 
@@ -149,14 +201,14 @@ class EncodedAllReduce:
         result = self._pool.empty(total.size, total.dtype)
         result[...] = 0
         unsent = Unsent(*pieces[self._inter.rank][0])
-        share = EncodedShare(self._inter, result, pieces, unsent, self._wire, self._work, self._pool)
+        share = EncodedShare(self._inter, result, pieces, unsent, self._form.wire, self._work, self._pool)
 
         def consume(low: int, high: int, block: np.ndarray) -> None:
             unsent.of(low, high)[...] = block
             share.ready(high)
 
         try:
-            self._pieces.hand_out([total], pieces, self._how, consume)
+            self._pieces.hand_out([total], pieces, self._how, consume, self._form)
             share.finish()
         except BaseException:
             share.leave()

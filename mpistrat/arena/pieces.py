@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 
@@ -17,10 +17,10 @@ from ..base.partition import blocks
 from ..comm.arrays import mpi_datatype
 from .arithmetic import Arithmetic, combine
 
-if TYPE_CHECKING:
-    from .wire import Unsent
-
 __all__ = [
+    "AS_THEY_ARE",
+    "BESIDE_WEIGHTS",
+    "NodeForm",
     "Messages",
     "PieceShare",
     "PieceSum",
@@ -35,6 +35,8 @@ __all__ = [
 
 Range = tuple[int, int]
 Pieces = Sequence[Sequence[Range]]  # element ranges by node
+
+BESIDE_WEIGHTS = frozenset({"wire_residual"})  # the names that any `NodeForm` stores beside weights
 
 _ROUND = 1 << 20  # bytes of all pieces together that a rank sums in a round
 _LEAST_BLOCK = 64 << 10  # bytes of one piece, if many nodes share a round
@@ -86,13 +88,47 @@ class Messages:
         """Return the number of elements of a message with `count` numbers."""
         return count
 
-    def encode(self, total: np.ndarray, message: np.ndarray, unsent: np.ndarray | None, work: np.ndarray) -> None:
-        """Write a sum into its message. The sum, `unsent` and `work` may be changed."""
-
     def add(self, half: int, me: int, part: slice, how: Arithmetic, total: np.ndarray) -> None:
         """Write the sum over nodes, in their order, of the elements in a part of a round; `me` is this node."""
         from_node = [(self._sums if node == me else self.came)[half, node] for node in range(len(self.came[half]))]
         combine(how.ufunc, [numbers[part] for numbers in from_node], total)
+
+
+class NodeForm:
+    """The form of an arena's numbers between nodes, here as they are; see `encoded.Encoded`.
+
+    Attributes:
+        messages: makes the messages of a `PieceSum`; the same object for equal forms.
+        exact: whether the weights in memory are exact.
+        may_start_early: whether sums may start before the step that takes them.
+        names: of the arrays that are stored beside the weights; files have them among the slots.
+    """
+
+    messages: Callable[[np.ndarray], Messages] = Messages
+    exact: bool = True
+    may_start_early: bool = True
+    names: Sequence[str] = ()
+
+    def encode(self, low: int, high: int, total: np.ndarray, message: np.ndarray, work: np.ndarray) -> None:
+        """Write the sum of elements [low, high) into its message. The sum and `work` may be changed."""
+
+    def stored(self, low: int, high: int) -> dict[str, np.ndarray]:
+        """Return what is stored beside weights [low, high), which this rank must own, writable, by name."""
+        return {}
+
+    def of_steps(self) -> NodeForm:
+        """Return the form of the sums of one optimizer's gradients."""
+        return self
+
+    def applied(self, gradients: Any) -> Any:
+        """Return gradients whose sums have this form."""
+        return gradients
+
+    def forget(self) -> None:
+        """Drop what is stored of sums that were refused, or belong to replaced weights."""
+
+
+AS_THEY_ARE = NodeForm()
 
 
 @final
@@ -130,12 +166,9 @@ class PieceSum:
         pieces: Pieces,
         how: Arithmetic,
         consume: Callable[[int, int, np.ndarray], None],
-        unsent: Unsent | None = None,
+        form: NodeForm = AS_THEY_ARE,
     ) -> None:
-        """Call consume(low, high, sum) for this node's piece, in order. Collective over `inter`.
-
-        `unsent` is the error feedback of earlier sums, if it is added to these.
-        """
+        """Call consume(low, high, sum) for this node's piece, in order. Collective over `inter`."""
         me, rounds = self._inter.rank, rounds_of(pieces, self._size)
         travelling: list[list[Any]] = [[], []]
         try:
@@ -143,7 +176,7 @@ class PieceSum:
                 if number < len(rounds):
                     self._finish(travelling[number % 2])  # then its memory is free
                     travelling[number % 2] = []
-                    self._begin(number % 2, arrays, rounds[number], how, travelling[number % 2], unsent)
+                    self._begin(number % 2, arrays, rounds[number], how, travelling[number % 2], form)
                 mine = rounds[number - 1][me] if number else None
                 if mine is not None:
                     self._finish(travelling[(number - 1) % 2])
@@ -160,7 +193,7 @@ class PieceSum:
         blocks_of: Sequence[Range | None],
         how: Arithmetic,
         requests: list[Any],
-        unsent: Unsent | None,
+        form: NodeForm,
     ) -> None:
         """Sum a round over this node, and start to send the sums to their nodes; append to the requests."""
         inter, nodes, messages = self._inter, self._inter.size, self._messages
@@ -182,7 +215,7 @@ class PieceSum:
                 combine(how.ufunc, [array[begin:end] for array in arrays], total)
                 if step:
                     part = message[messages.width(begin - low) : messages.width(end - low)]
-                    messages.encode(total, part, None if unsent is None else unsent.of(begin, end), self._total)
+                    form.encode(begin, end, total, part, self._total)
             if step:
                 requests.append(inter.Isend([message, messages.kind], node, _SUMS))
 

@@ -122,11 +122,11 @@ class ArenaSum:
             self.hand_out(arena, arena.owned(ranges), how, consume)
             return
         if self._inter is not None:
-            self.pieces_of(how.accumulate, arena).hand_out(of_node(arena), pieces, how, consume, arena.unsent)
+            self.pieces_of(how.accumulate, arena).hand_out(of_node(arena), pieces, how, consume, arena.form)
 
     def pieces_of(self, dtype: np.dtype, arena: Gradients) -> PieceSum:
         """Return the sum of the pieces of an arena that nodes share."""
-        messages = arena.messages
+        messages = arena.form.messages
         summed = self._piece_sums.get((dtype, messages))
         if summed is None:
             summed = self._piece_sums[dtype, messages] = PieceSum(self._inter, dtype, BLOCK, messages)

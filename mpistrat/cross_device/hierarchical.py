@@ -162,7 +162,7 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
         sums.sum_owned(arena, ranges, how, consume)
 
     def early_sums(self, arena: Gradients) -> StartedSums | None:
-        if is_gpu(arena.local[0]) or not arena.node_pieces() or not arena.may_start_early:
+        if is_gpu(arena.local[0]) or not arena.node_pieces() or not arena.form.may_start_early:
             return None
         if self._early is None:
             from ..arena.early import EarlyArenaSum

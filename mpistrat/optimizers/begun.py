@@ -7,11 +7,10 @@ from typing import Any, final
 
 from ..arena.values import checksum
 from ..base.errors import explain
-from ..variables.kinds import own_gradients_of
 from ..variables.variable import Variable, explain_foreign, require_gradient
-from .gradients import Pairs, in_place
+from .gradients import Pairs
 
-__all__ = ["Begun", "unfit"]
+__all__ = ["Begun", "changed", "elsewhere", "unfit"]
 
 _FUNCTION = "Optimizer.begin"
 
@@ -54,7 +53,7 @@ class Begun:
         if self._strategy is not strategy:
             if self._starter is not None:
                 self._starter.forget([*self._variables.values()])
-            self._strategy, self._starter = strategy, strategy.extended.placement.steps.new_starter()
+            self._strategy, self._starter = strategy, strategy.extended.placement.steps.new_starter(self)
         return self._starter
 
     def least_bytes(self, strategy: Any) -> int:
@@ -78,18 +77,17 @@ class Begun:
             raise
 
     def _add(self, strategy: Any, variables: Sequence[Variable]) -> None:
-        strategy.extended.placement.steps.announced.add(self)
         for variable in variables:
             self._check(strategy, variable)
             self._variables[id(variable)] = variable
         names = ", ".join(variable.name for variable in variables)
         self._names.append(names)
         self.words = f", announced: {'; '.join(self._names)}"
-        due = self._steps % strategy.extended.placement.group.environment.check_every == 0
+        starter, group = self.starter(strategy), strategy.extended.placement.group
+        due = self._steps % group.environment.check_every == 0
         if due:
-            kept = [variable for variable in variables if own_gradients_of(variable) is None]
-            self._marks.update((id(variable), _mark(variable)) for variable in kept)
-        self.starter(strategy).start(self, variables, due)
+            self._marks.update((id(variable), _mark(variable)) for variable in starter.kept(variables))
+        starter.start(variables, due)
 
     def _check(self, strategy: Any, variable: Any) -> None:
         if getattr(variable, "placement", None) is None:
@@ -126,25 +124,16 @@ class Begun:
             for key, variable in self._variables.items():
                 if found.get(key) is None:
                     raise unfit(variable.name, "a gradient for each variable passed to begin", "none")
-                own = own_gradients_of(variable)
-                if own is None:
-                    as_begun = in_place(found[key], variable.gradient(replica))
-                else:
-                    as_begun = own.stands_for(replica, found[key])
-                if not as_begun:
-                    raise unfit(variable.name, "its gradient in v.grad", "one elsewhere")
-                if own is not None and own.changed(replica, found[key]):
-                    raise unfit(variable.name, "a final gradient", "one that was changed after begin")
+                self.starter(strategy).require(variable, replica, found[key])
         for key, mark in self._marks.items():
             if _mark(self._variables[key]) != mark:
-                got = "one that was changed after begin"
-                raise unfit(self._variables[key].name, "a final gradient", got)
+                raise changed(self._variables[key].name)
 
     def note_step(self, strategy: Any) -> None:
         """Record the end of a step, which took the announced gradients. Collective."""
         self._steps += bool(self)
         if self._starter is not None:
-            self._starter.note_step(bool(self))
+            self._starter.note_step()
 
     def forget(self) -> None:
         """Drop the announced variables. Call it on every rank."""
@@ -166,3 +155,13 @@ def unfit(name: str, expected: str, got: str) -> ValueError:
     """Return the error of gradients that do not fit the announced ones; `name`: of the variable."""
     remedy = "Pass apply_gradients (v.grad, v) of all variables that this step passed to Optimizer.begin"
     return ValueError(explain("apply_gradients", name, expected=expected, got=got, remedy=remedy))
+
+
+def elsewhere(name: str) -> ValueError:
+    """Return the error of a gradient that is not the announced one of a variable."""
+    return unfit(name, "its gradient in v.grad", "one elsewhere")
+
+
+def changed(name: str) -> ValueError:
+    """Return the error of an announced gradient of a variable that has changed since."""
+    return unfit(name, "a final gradient", "one that was changed after begin")

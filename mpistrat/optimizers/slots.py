@@ -10,7 +10,7 @@ import numpy as np
 
 from ..arena.arena import Arena
 from ..arena.layout import Part, Receiver
-from ..arena.pieces import PieceShare
+from ..arena.pieces import BESIDE_WEIGHTS, PieceShare
 from ..arena.reduction import block_of
 from ..arena.values import move_like
 from ..base.errors import explain
@@ -23,18 +23,15 @@ from .hyperparameters import AVERAGE
 from .rule import UpdateRule
 
 __all__ = [
-    "WIRE_RESIDUAL",
     "ArenaSlots",
     "SlotStore",
     "gathered",
     "own_slots",
     "owners",
-    "residual_receiver",
+    "receiver_beside",
     "waiting_slots",
     "whole_slots",
 ]
-
-WIRE_RESIDUAL = "wire_residual"  # the error feedback of weights, if changes are sent in fewer bytes
 
 _Stored = Callable[[int, int], Mapping[str, Any]]
 
@@ -59,8 +56,7 @@ class ArenaSlots:
     Attributes:
         low, high: the elements: its slice, or its node's piece of it.
         arrays: a flat array for each slot, in the dtype in which the arena's gradients are summed.
-        residual: the error feedback of the weights, for all optimizers; None without one.
-        unsent: the error feedback of its node's gradients in its slice, if there is one; not in files.
+        form: of the sums of its gradients between nodes.
     """
 
     def __init__(self, arena: Arena, names: Iterable[str], start: Mapping[str, float]) -> None:
@@ -69,11 +65,7 @@ class ArenaSlots:
         dtype = accumulation_dtype(arena.dtype)
         xp, size = array_module(arena.values), self.high - self.low
         self._kept: Any = None
-        self.residual, self.unsent = arena.unsent, None
-        if arena.wire is not None and arena.wire.feeds_back:
-            from ..arena.wire import Unsent
-
-            self.unsent = Unsent(*(arena.sliced([(0, arena.size)]) or [(0, 0)])[0])
+        self.form = arena.form.of_steps()
         with on_device_of(arena.values):
             self.arrays = {name: xp.zeros(size, dtype) for name in names}
         self.restart(self.low, self.high)
@@ -105,21 +97,9 @@ class ArenaSlots:
         base = self.low
         return {name: array[low - base : high - base] for name, array in self.arrays.items()}
 
-    @property
-    def gradients(self) -> Any:
-        """The arena's gradients, with their error feedback."""
-        gradients = self._arena.gradients
-        return gradients if gradients is None or self.unsent is None else gradients.feeding_back(self.unsent)
-
-    def forget_gradients(self) -> None:
-        """Reset the error feedback of the gradients."""
-        if self.unsent is not None:
-            self.unsent.array[...] = 0
-
     def stored(self, low: int, high: int) -> dict[str, Any]:
         """Return the values for files of elements [low, high), which this rank must own."""
-        residual = {} if self.residual is None else {WIRE_RESIDUAL: self.residual.of(low, high)}
-        return self.of_range(low, high) | residual
+        return self.of_range(low, high) | self._arena.form.stored(low, high)
 
 
 @final
@@ -171,13 +151,12 @@ class SlotStore:
 
     def stored_of(self, variable: Variable) -> tuple[str, ...]:
         """Return the slot names of a variable in files. Call it on all ranks."""
-        wire = None if variable.arena is None else variable.arena.wire
-        return self.names if wire is None else (*self.names, WIRE_RESIDUAL)
+        return self.names if variable.arena is None else (*self.names, *variable.arena.form.names)
 
     def forget_gradients(self) -> None:
-        """Reset the error feedback of gradients that were refused, or belong to replaced weights."""
+        """Drop what is stored of sums of gradients that were refused, or belong to replaced weights."""
         for slots in self._arenas.values():
-            slots.forget_gradients()
+            slots.form.forget()
 
     def restart(self, variables: Iterable[Variable]) -> None:
         """Reset the slots of variables to their start values."""
@@ -214,19 +193,18 @@ class SlotStore:
     def write(self, variable: Variable, values: Mapping[str, Any]) -> None:
         """Overwrite this rank's part of a variable's slots.
 
-        The error feedback of the weights may be absent: it is then not changed. It is ignored if weights are sent exactly: it
-        is then at most a rounding of the last change.
+        What is stored beside weights may be absent: it is then not changed. It is ignored if the arena stores nothing: error
+        feedback is at most a rounding of the last change.
 
         Raises:
             ValueError: names or shapes do not fit.
         """
         if self.rounds is not None:
             values = self.rounds.load(variable, _arena_of(variable), values)
-        residual = values.get(WIRE_RESIDUAL)
+        beside = {name: value for name, value in values.items() if name in BESIDE_WEIGHTS}
         values = own_slots(self.names, variable, values)
         arena, low, part = _arena_of(variable), variable.offset, variable.part
-        if arena.wire is not None and residual is not None:
-            values[WIRE_RESIDUAL] = residual
+        values |= {name: value for name, value in beside.items() if name in arena.form.names}
         for name in values:
             array = as_array(values[name], "Optimizer.set_slots", name)
             if part is not None and array.shape == part.whole_shape:
@@ -241,15 +219,7 @@ class SlotStore:
 
     def receiver(self, variable: Variable, name: str) -> Receiver:
         """Return this rank's receiver of a slot from a file. Call it on all ranks."""
-        arena, offset = _arena_of(variable), variable.offset
-        owned = arena.owned([(offset, offset + variable.size)])
-        slots = self.of(arena)
-
-        def take(start: int, part: np.ndarray) -> None:
-            target = slots.stored(offset + start, offset + start + part.size)[name]
-            target[...] = move_like(part, target)
-
-        return Receiver([(begin - offset, end - offset) for begin, end in owned], take)
+        return _receiver(_arena_of(variable), variable, name, self.of(_arena_of(variable)).stored)
 
     def fill_pending(self, variables: Iterable[Variable]) -> None:
         """Write the pending slots of variables."""
@@ -260,12 +230,12 @@ class SlotStore:
 
 
 def own_slots(names: Sequence[str], variable: Variable, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the slots of these names, without the error feedback of the weights.
+    """Return the slots of these names, without what is stored beside weights.
 
     Raises:
         ValueError: the values have other names.
     """
-    values = {name: value for name, value in values.items() if name != WIRE_RESIDUAL}
+    values = {name: value for name, value in values.items() if name not in BESIDE_WEIGHTS}
     if set(values) != set(names):
         expected, got = f"slots {', '.join(names) or '(none)'}", ", ".join(values) or "none"
         raise ValueError(explain("Optimizer.set_slots", variable.name, expected=expected, got=got))
@@ -281,19 +251,25 @@ def whole_slots(part: Part | None, slots: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def residual_receiver(variable: Variable) -> Receiver:
-    """Return this rank's receiver of the error feedback of a variable's weights from a file. Call it on all ranks.
+def receiver_beside(variable: Variable, name: str) -> Receiver:
+    """Return this rank's receiver of what a file has stored beside a variable's weights. Call it on all ranks.
 
     It belongs to the weights and cannot wait for an optimizer's first step: the weights might be assigned before.
     """
-    arena, offset = variable.arena, variable.offset
-    unsent = None if arena is None else arena.unsent
-    owned = [] if arena is None or unsent is None else arena.owned([(offset, offset + variable.size)])
+    arena = variable.arena
+    if arena is None or name not in arena.form.names:
+        return Receiver([], lambda *_: None)
+    return _receiver(arena, variable, name, arena.form.stored)
+
+
+def _receiver(arena: Arena, variable: Variable, name: str, stored: _Stored) -> Receiver:
+    offset = variable.offset
 
     def take(start: int, part: np.ndarray) -> None:
-        assert unsent is not None
-        unsent.of(offset + start, offset + start + part.size)[...] = part
+        target = stored(offset + start, offset + start + part.size)[name]
+        target[...] = move_like(part, target)
 
+    owned = arena.owned([(offset, offset + variable.size)])
     return Receiver([(begin - offset, end - offset) for begin, end in owned], take)
 
 
@@ -307,7 +283,7 @@ def waiting_slots(
 ) -> Iterator[SlotsHere]:
     """Yield this rank's part of a variable's pending slots, which all ranks of a node have whole.
 
-    The error feedback of its weights is not pending, but files have it among the slots. Collective. See `Optimizer.slots_here`.
+    What is stored beside its weights is not pending, but files have it among the slots. Collective. See `Optimizer.slots_here`.
     """
     variable = None if placement is None else next((v for v in placement.variables if v.name == name), None)
     if placement is not None and placement.local_steps is not None and not each_node:
@@ -317,10 +293,11 @@ def waiting_slots(
     arrays = {slot: np.asarray(to_host(value)) for slot, value in slots.items()}
     here: dict[str, list[tuple[int, Any]]] = {slot: [(0, array)] if all_else else [] for slot, array in arrays.items()}
     shape, dtype = next(((array.shape, array.dtype) for array in arrays.values()), ((), np.dtype(np.float32)))
-    unsent = None if variable is None or variable.arena is None else variable.arena.unsent
-    if variable is not None and unsent is not None and WIRE_RESIDUAL not in here:
+    form = None if variable is None or variable.arena is None else variable.arena.form
+    beside = tuple(each for each in form.names if each not in here) if form is not None else ()
+    if variable is not None and form is not None and beside:
         shape, dtype = variable.shape, accumulation_dtype(variable.dtype)
-        here |= _parts(variable, (WIRE_RESIDUAL,), lambda a, b: {WIRE_RESIDUAL: unsent.of(a, b)}, writers, each_node)
+        here |= _parts(variable, beside, form.stored, writers, each_node)
     if here:
         yield name, shape, dtype, here
 

@@ -14,12 +14,13 @@ from typing import Any, final
 
 import numpy as np
 
+from ..arena.pieces import BESIDE_WEIGHTS
 from ..base import log
 from ..base.errors import explain
 from ..comm.arrays import accumulation_dtype
 from ..comm.process_group import ProcessGroup
 from ..optimizers.node_slots import OUTER_MOMENTUM, slots_for
-from ..optimizers.slots import WIRE_RESIDUAL, residual_receiver
+from ..optimizers.slots import receiver_beside
 from ..variables import Placement, Receiver
 from ..variables.kinds import receiver_of
 from .extra import read_extra
@@ -232,18 +233,17 @@ def _slots_of(index: int, names_here: Mapping[str, str]) -> set[frozenset[str]]:
     found: dict[str, set[str]] = {}
     for key, name in names_here.items():
         owner, _, _ = key.rpartition("/")
-        if owner.startswith(f"optimizers/{index}/slots/") and name not in ("", WIRE_RESIDUAL, OUTER_MOMENTUM):
+        if owner.startswith(f"optimizers/{index}/slots/") and name not in ("", *BESIDE_WEIGHTS, OUTER_MOMENTUM):
             found.setdefault(owner, set()).add(name)
     return set(map(frozenset, found.values()))
 
 
 def _whole_slots(variable: Any, dtypes: Mapping[str, np.dtype]) -> tuple[dict[str, np.ndarray], dict[str, Receiver]]:
-    """Return arrays for the slots of a variable except its wire residual, and receivers for all. Call it on every rank."""
-    kept = {slot: np.empty(variable.shape, dtype) for slot, dtype in dtypes.items() if slot != WIRE_RESIDUAL}
+    """Return arrays for slots of a variable, and receivers for them and what is beside its weights. Call it on all ranks."""
+    beside = BESIDE_WEIGHTS & dtypes.keys()
+    kept = {slot: np.empty(variable.shape, dtype) for slot, dtype in dtypes.items() if slot not in beside}
     receivers = {slot: Receiver.whole(array) for slot, array in kept.items()}
-    if WIRE_RESIDUAL in dtypes:
-        receivers[WIRE_RESIDUAL] = residual_receiver(variable)
-    return kept, receivers
+    return kept, receivers | {slot: receiver_beside(variable, slot) for slot in beside}
 
 
 def _misfits(wanted: Mapping[str, Form], there: Mapping[str, str], forms: Mapping[str, Form]) -> dict[str, str]:

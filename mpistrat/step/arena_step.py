@@ -81,11 +81,11 @@ class ArenaStep:
 
     @property
     def gradients(self) -> Any:
-        return self._slots.gradients  # never stored: referenced memory cannot be freed
+        return self._slots.form.applied(self.arena.gradients)  # never stored: referenced memory cannot be freed
 
     def refuse(self) -> None:
         """Drop what is stored of gradients that were refused."""
-        self._slots.forget_gradients()
+        self._slots.form.forget()
 
     def digest(self) -> int:
         """Return a digest of this rank's slice of the weights, in one pass."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 from ..arena.arena import by_arena, padded
 from ..variables.placement import Placement
@@ -23,7 +23,7 @@ class EarlyOnGpu(Starter):
     def __init__(self, placement: Placement) -> None:
         self._ops = placement.ops
 
-    def start(self, begun: Any, variables: Sequence[Variable], due: bool) -> None:
+    def start(self, variables: Sequence[Variable], due: bool) -> None:
         with in_order():
             for arena, some in by_arena(variables).items():
                 sums = self._ops.early_sums(arena.gradients) if arena.gradients else None

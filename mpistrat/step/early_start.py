@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from time import perf_counter_ns
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
@@ -95,6 +95,7 @@ class EarlyStart(Starter):
         self._able: bool | None = None  # whether sums can start early; None until known
         self._waiting: list[Variable] = []  # variables collected until they are large enough to send
         self._sent: list[tuple[StartedSums, str, list[tuple[int, int]]]] = []
+        self._begun = False  # whether gradients were announced for the next step
 
     @property
     def able(self) -> bool:  # type: ignore[override]
@@ -108,7 +109,8 @@ class EarlyStart(Starter):
     def least_bytes(self) -> int:  # type: ignore[override]
         return LEAST_BYTES
 
-    def start(self, begun: Any, variables: Sequence[Variable], due: bool) -> None:
+    def start(self, variables: Sequence[Variable], due: bool) -> None:
+        self._begun |= bool(variables)
         if self.able and self.choice.early:
             self._waiting += variables
             if sum(v.size * v.dtype.itemsize for v in self._waiting) >= self.least_bytes:
@@ -139,11 +141,11 @@ class EarlyStart(Starter):
             log.once(logging.INFO, f"{_FUNCTION}: sums of gradients wait for apply_gradients: {why}")
         return not why
 
-    def note_step(self, begun: bool) -> None:
+    def note_step(self) -> None:
         if self._able:
-            self.choice.note_step(self._group, begun)
+            self.choice.note_step(self._group, self._begun)
 
     def forget(self, variables: Sequence[Variable]) -> None:
         for sums, key, ranges in self._sent:
             sums.forget(key, ranges)
-        self._waiting, self._sent = [], []
+        self._waiting, self._sent, self._begun = [], [], False

@@ -8,15 +8,17 @@ from typing import Any, final
 import numpy as np
 
 from ..arena.arena import Arena
-from ..arena.encoded import EncodedShare
+from ..arena.encoded import Encoded, EncodedShare
 from ..arena.reduction import BLOCK
+from ..arena.wire import wire_named
 from ..base.buffers import BufferPool
 from ..base.errors import explain
+from ..base.options import StepOptions
 from ..optimizers.slots import ArenaSlots
 from .interface import OptionCheck, Range
 from .publish import ToNodes
 
-__all__ = ["ToNodesInFewerBytes", "check"]
+__all__ = ["ToNodesInFewerBytes", "check", "needs_previous"]
 
 
 def check(asked: OptionCheck) -> None:
@@ -36,6 +38,13 @@ def check(asked: OptionCheck) -> None:
         raise ValueError(explain(asked.function, "communication_options", expected=expected, got=got, remedy=remedy))
 
 
+def needs_previous(step: StepOptions) -> str:
+    """Return what sums need of the previous step, as text; "" if nothing."""
+    wire = wire_named(step.wire)
+    needs = wire is not None and wire.feeds_back
+    return f"wire={step.wire!r}, which needs the error feedback of the previous step" if needs else ""
+
+
 @final
 class ToNodesInFewerBytes(ToNodes):
     """An exchange in the arena's `wire`: each node sends the changes of its piece, with error feedback.
@@ -49,27 +58,23 @@ class ToNodesInFewerBytes(ToNodes):
     def __init__(self, arena: Arena, ranges: Sequence[Range], slots: ArenaSlots) -> None:
         """Serve an arena with a wire, using the scratch memory of an optimizer's slots."""
         super().__init__(arena, ranges, slots)
-        self._slots, self._unsent = slots, arena.unsent
+        assert isinstance(arena.form, Encoded)
+        self._slots, self._unsent, self._wire = slots, arena.form.unsent, arena.form.wire
         self._messages = BufferPool(kept=16)
 
     def _begin(self, inter: Any, pieces: list[list[Range]]) -> Any:
-        arena = self.arena
-        assert arena.wire is not None and self._unsent is not None
         work = self._slots.scratch[0]
-        return EncodedShare(inter, arena.values, pieces, self._unsent, arena.wire, work, self._messages)
+        return EncodedShare(inter, self.arena.values, pieces, self._unsent, self._wire, work, self._messages)
 
     def target(self, low: int, high: int) -> Any:
-        assert self._unsent is not None
         meant = self._slots.scratch[2][: high - low]  # free, as these weights are not 16-bit
         np.add(self.arena.values[low:high], self._unsent.of(low, high), out=meant)
         return meant
 
     def commit(self, low: int, high: int, target: Any) -> None:
-        assert self._unsent is not None
         with np.errstate(invalid="ignore"):
             np.subtract(target, self.arena.values[low:high], out=self._unsent.of(low, high))
         super().commit(low, high, target)
 
     def meant(self, low: int, high: int) -> Any:
-        assert self._unsent is not None
         return self.arena.values[low:high] + self._unsent.of(low, high)

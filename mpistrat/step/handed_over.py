@@ -12,9 +12,9 @@ from ..arena.reduction import BLOCK, Consume, network_chunk
 from ..base.errors import explain
 from ..base.partition import blocks, merge
 from ..comm.arrays import accumulation_dtype, all_reduce
-from ..optimizers.begun import unfit
+from ..optimizers.begun import changed, elsewhere, unfit
 from ..optimizers.gradients import check_same, flat_gradient
-from ..variables.kinds import own_gradients_of
+from ..variables.own_gradients import own_gradients_of
 from ..variables.placement import Placement, Quality
 from ..variables.variable import Variable
 from .interface import OptionCheck, Starter, Sums, Work
@@ -38,10 +38,22 @@ class HandOver(Starter):
         assert isinstance(sums, HandedOverSums)
         self._buckets = sums.buckets
 
-    def start(self, begun: Any, variables: Sequence[Variable], due: bool) -> None:
+    def start(self, variables: Sequence[Variable], due: bool) -> None:
         replicas = range(len(variables[0].placement.devices)) if variables else ()
         flat = [(v, [v.gradient(i).reshape(-1) for i in replicas]) for v in variables]
-        hand_over(self._buckets, begun, flat, noted=due)
+        hand_over(self._buckets, flat, noted=due)
+
+    def kept(self, variables: Sequence[Variable]) -> Sequence[Variable]:
+        return [variable for variable in variables if own_gradients_of(variable) is None]
+
+    def require(self, variable: Variable, replica: int, gradient: Any) -> None:
+        own = own_gradients_of(variable)
+        if own is None:
+            super().require(variable, replica, gradient)
+        elif not own.stands_for(replica, gradient):
+            raise elsewhere(variable.name)
+        elif own.changed(replica, gradient):
+            raise changed(variable.name)
 
     def check_unsummed(self) -> None:
         raise unfit("", "gradients that sharded_gradients sums", "experimental_aggregate_gradients=False")
@@ -68,8 +80,9 @@ class HandedOverSums(Sums):
     def __init__(self, placement: Placement) -> None:
         self.buckets, self._strategy = BucketSums(placement.group), placement.strategy
 
-    def load(self, begun: Any, replicas: Sequence[Any], key: tuple[int, ...]) -> None:
+    def load(self, core: Any, replicas: Sequence[Any], key: tuple[int, ...]) -> None:
         """Submit the remaining gradients, and have all gradients of the step summed. Collective."""
+        begun = core.begun
         check_same(replicas, key)
         begun.starter(self._strategy)  # it gives the variables gradients again after the step
         rows = [pairs for pairs in zip(*replicas, strict=True) if pairs[0][0] is not None]
@@ -79,14 +92,11 @@ class HandedOverSums(Sums):
             if pairs[0][1] not in begun
         ]
         begun.note([variable for variable, _ in rest])  # after all gradients were checked
-        hand_over(self.buckets, begun, rest)
+        hand_over(self.buckets, rest)
         self.buckets.send()
 
     def enter(self, call: Any) -> None:
         self.buckets.finish()
-
-    def forget_step(self) -> None:
-        self.buckets.forget_step()
 
     def close(self) -> None:
         self.buckets.close()
@@ -109,15 +119,6 @@ class HandedOverSums(Sums):
         work.add_up([memory], consume)
 
 
-def _feeds_back(name: str | None) -> bool:
-    if name is None:
-        return False
-    from ..arena.wire import wire_named
-
-    wire = wire_named(name)
-    return wire is not None and wire.feeds_back
-
-
 def check(asked: OptionCheck) -> None:
     """Raise an error unless gradients can be submitted early.
 
@@ -134,22 +135,21 @@ def check(asked: OptionCheck) -> None:
     elif not asked.sums_pieces:
         got = f"{asked.algorithm}, which has its own order"
         remedy = "Leave cross_device_ops, replicas and implementation out, or use HierarchicalAllReduce"
-    elif asked.nodes > 1 and _feeds_back(step.wire):
-        got = f"wire={step.wire!r}, which needs the error feedback of the previous step"
-        remedy = 'Use wire="bfloat16"'
+    elif asked.nodes > 1 and step.wire is not None:
+        from .fewer_bytes import needs_previous
+
+        got, remedy = needs_previous(step), 'Use wire="bfloat16"'
     if got:
         expected = "gradients summed bucket by bucket"
         raise ValueError(explain(asked.function, "sharded_gradients", expected=expected, got=got, remedy=remedy))
 
 
-def hand_over(
-    buckets: BucketSums, begun: Any, gradients: Sequence[tuple[Variable, Sequence[Any]]], noted: bool = False
-) -> None:
+def hand_over(buckets: BucketSums, gradients: Sequence[tuple[Variable, Sequence[Any]]], noted: bool = False) -> None:
     """Submit the flat gradients of variables, of each local replica. Collective."""
     for variable, flat in sorted(gradients, key=lambda pair: _place(pair[0]), reverse=True):
         arena, offset = variable.arena, variable.offset
         if arena is not None and arena.gradients is not None and variable.size:
-            buckets.put(begun, arena.gradients, offset, padded(arena, [variable])[offset], flat, variable.name)
+            buckets.put(arena.gradients, offset, padded(arena, [variable])[offset], flat, variable.name)
         own = own_gradients_of(variable)
         if own is not None:
             own.hand_over(noted)

@@ -5,7 +5,7 @@ need the new weight.
 
 - `Sums`: how the owner gets the sum
 - `Publish`: how the readers get the weights
-- `arena.wire.Wire`: the form of numbers between nodes
+- `arena.pieces.NodeForm`: the form of numbers between nodes
 - `Norms`: sums over ranks, such as of squares of their elements
 - `NodeRounds`: when nodes meet
 - `Replica`: the values that the ranks of one replica share
@@ -29,6 +29,8 @@ from ..arena.reduction import Consume, Gradients
 from ..base.devices import parse
 from ..base.errors import CollectiveMismatchError, DeviceError, explain
 from ..base.options import StepOptions
+from ..optimizers.begun import elsewhere
+from ..optimizers.gradients import in_place
 
 __all__ = [
     "NodeRounds",
@@ -139,14 +141,23 @@ class Starter:
     def __init__(self, placement: Any) -> None:
         """Create the starter of one optimizer, for the variables of a placement."""
 
-    def start(self, begun: Any, variables: Sequence[Any], due: bool) -> None:
-        """Start to sum the gradients of variables recorded in `begun`. Collective; `due`: as in `Replica.compare`."""
+    def start(self, variables: Sequence[Any], due: bool) -> None:
+        """Start to sum the gradients of announced variables. Collective; `due`: as in `Replica.compare`."""
+
+    def kept(self, variables: Sequence[Any]) -> Sequence[Any]:
+        """Return the variables whose gradients stay in memory until the step."""
+        return variables
+
+    def require(self, variable: Any, replica: int, gradient: Any) -> None:
+        """Raise ValueError unless a gradient is the one that was announced of a local replica."""
+        if not in_place(gradient, variable.gradient(replica)):
+            raise elsewhere(variable.name)
 
     def check_unsummed(self) -> None:
         """Raise ValueError unless a step may take gradients that are already equal on all replicas."""
 
-    def note_step(self, begun: bool) -> None:
-        """Record the end of a step, and whether it started sums early. Collective."""
+    def note_step(self) -> None:
+        """Record the end of a step. Collective."""
 
     def forget(self, variables: Sequence[Any]) -> None:
         """Drop the started sums of these variables. Call it on every rank."""
@@ -159,8 +170,8 @@ class Sums(ABC):
     sends_ahead: bool = False
 
     @abstractmethod
-    def load(self, begun: Any, replicas: Sequence[Any], key: tuple[int, ...]) -> None:
-        """Take the gradients of each local replica; `begun` has the announced ones.
+    def load(self, core: Any, replicas: Sequence[Any], key: tuple[int, ...]) -> None:
+        """Take the gradients of each local replica, for a step of the optimizer with a core.
 
         Raises:
             ValueError, TypeError: gradients that do not fit.
@@ -169,9 +180,6 @@ class Sums(ABC):
     @abstractmethod
     def enter(self, call: Any) -> None:
         """Enter a step, which is the collective `call`, and wait for sums started before. Collective, inside one."""
-
-    def forget_step(self) -> None:  # noqa: B027
-        """Drop the gradients of a step that failed. Every rank calls it."""
 
     def close(self) -> None:  # noqa: B027
         """Free memory, before the arenas are closed."""
@@ -339,7 +347,6 @@ class StepParts:
         publish: returns the publishing of an arena, for its element ranges and slots.
         engine_of: returns the engine for the flat array of an arena's weights.
         replica_of: returns the ranks of a replica, for variables.
-        own_gradients: whether the gradients of replicas stay in memory.
     """
 
     sums: Sums
@@ -348,4 +355,3 @@ class StepParts:
     publish: Callable[[Arena, Sequence[Range], Any], Publish]
     engine_of: Callable[[Any], StepEngine]
     replica_of: Callable[[Sequence[Any]], Replica]
-    own_gradients: bool

@@ -39,7 +39,6 @@ class KeptSums:
         variables: those that the step updates.
         works: the arenas.
         norms, replica: see `interface`.
-        own_gradients: whether the replicas' gradients are in memory, separate from the sums.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class KeptSums:
         replica: Replica,
     ) -> None:
         self.core, self.group, self.variables, self.works = core, group, variables, works
-        self.norms, self.replica, self.own_gradients = parts.new_norms(), replica, parts.own_gradients
+        self.norms, self.replica = parts.new_norms(), replica
         self._arenas = [work.arena for work in works]
 
     def totals(self, numbers: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -243,7 +242,7 @@ def _refuse_numbers(kept: KeptSums, number: int) -> None:
             continue
         got = by_rank({rank: f"{count} that are not" for rank, count in counts.items()})
         got = got or f"{overflown} that are not in the sum over all replicas"
-        got += ", of finite ones on each" * (not counts and kept.own_gradients)
+        got += ", of finite ones on each" * (not counts and variable.placement.arenas.keeps_gradients)
         remedy = "Look at the loss and the learning rate; no variable was changed by this step"
         expected, got = "finite numbers", f"{got}, of {variable.size}, in step {number}"
         raise FloatingPointError(explain(_STEP, variable.name, expected=expected, got=got, remedy=remedy))

@@ -20,7 +20,7 @@ class _InArenas(Sums):
         self._ops, group = placement.ops, placement.group
         self.sends_ahead = self._ops.sends_ahead and group.num_nodes > 1
 
-    def load(self, begun: Any, replicas: Sequence[Any], key: tuple[int, ...]) -> None:
+    def load(self, core: Any, replicas: Sequence[Any], key: tuple[int, ...]) -> None:
         load_gradients(replicas, key)
 
     def enter(self, call: Any) -> None:

@@ -45,7 +45,7 @@ def _every(_: object) -> bool:
 
 
 def _hands_over(placement: Placement) -> bool:
-    return bool(placement.arenas.step.sharded_gradients)
+    return not placement.arenas.keeps_gradients
 
 
 def _is_given(name: str) -> Callable[[OptionCheck], bool]:
@@ -72,8 +72,8 @@ def _has_copies(arena: Arena) -> bool:
     return len(arena.copies) > 1
 
 
-def _has_wire(arena: Arena) -> bool:
-    return arena.wire is not None
+def _rounds(arena: Arena) -> bool:
+    return not arena.form.exact
 
 
 def _sharded(arena: Arena) -> bool:
@@ -94,7 +94,7 @@ TABLE = (
     Row("starter", "early sums", _on_several_nodes, "early_start", "EarlyStart"),
     Row("starter", "every other", _every, "interface", "Starter"),
     Row("publish", "several GPUs on a rank", _has_copies, "publish", "ToDevices"),
-    Row("publish", "fewer bytes", _has_wire, "fewer_bytes", "ToNodesInFewerBytes"),
+    Row("publish", "fewer bytes", _rounds, "fewer_bytes", "ToNodesInFewerBytes"),
     Row("publish", "slots divided over nodes", _sharded, "publish", "ToNodes"),
     Row("publish", "every other", _every, "interface", "Publish"),
     Row("rounds", "local steps", _has_local_steps, "outer", "OuterSteps"),
@@ -133,14 +133,11 @@ def chosen(part: str, of: Any) -> Any:
 
 @final
 class Steps:
-    """The factory of a strategy's steps, which its `Placement` offers to optimizers.
-
-    Attributes:
-        announced: what optimizers' programs have announced, to be forgotten when a step fails.
-    """
+    """The factory of a strategy's steps, which its `Placement` offers to optimizers."""
 
     def __init__(self, placement: Placement) -> None:
-        self._placement, self.announced = placement, weakref.WeakSet[Any]()
+        self._placement = placement
+        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()  # of starters
         for row in TABLE:
             if row.part == "lacking" and row.fits(placement):
                 placement.lacking.update(_maker(row)(placement))
@@ -158,23 +155,21 @@ class Steps:
             publish=lambda arena, *rest: chosen("publish", arena)(arena, *rest),
             engine_of=lambda values: chosen("engine", values)(values),
             replica_of=functools.partial(chosen("replica", placement), placement),
-            own_gradients=not _hands_over(placement),
         )
 
     def forget_step(self) -> None:
-        """Drop the announced or submitted gradients of a step that failed. Every rank calls it."""
-        for each in list(self.announced):
-            each.forget()
-        if "parts" in vars(self):
-            self.parts.sums.forget_step()
+        """Drop the announced or submitted gradients of a step that failed. Call it on every rank."""
+        for owner in list(self._owners):
+            owner.forget()
 
     def close(self) -> None:
         """Free the memory of sums."""
         if "parts" in vars(self):
             self.parts.sums.close()
 
-    def new_starter(self) -> Starter:
-        """Return the starter of sums that one optimizer's program announces."""
+    def new_starter(self, owner: Any) -> Starter:
+        """Return the starter of sums that one optimizer's program announces; a failed step calls `owner.forget()`."""
+        self._owners.add(owner)
         made: Starter = chosen("starter", self._placement)(self._placement)
         return made
 

@@ -89,7 +89,7 @@ class TrainingStep(UpdateRun):
 
     def load(self, replicas: Sequence[Pairs], key: tuple[int, ...]) -> None:
         """Take the gradients of each local replica."""
-        self._parts.sums.load(self._core.begun, replicas, key)
+        self._parts.sums.load(self._core, replicas, key)
 
     def run(self, aggregate: bool) -> None:
         """Take the step. Collective; in cross-replica context."""

@@ -29,7 +29,6 @@ from .variable import Variable
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from .own_gradients import OwnGradients
 
 __all__ = [
     "MirroredVariable",
@@ -38,7 +37,6 @@ __all__ = [
     "apply_constraint",
     "check_kind",
     "make_trainable",
-    "own_gradients_of",
     "receiver_of",
 ]
 
@@ -126,15 +124,15 @@ class MirroredVariable(OnWriteVariable):
         self._gradients: Any = ()
         if description.trainable:
             self._show_gradients()
-        if arena.gradients is not None and arena.gradients.handed_over:
-            from .own_gradients import OwnGradients
-
-            self._gradients = OwnGradients(self.name, self.shape, self.dtype, len(placement.devices))
 
     def _show_gradients(self) -> None:
-        local = self.arena.gradients.local if self.arena.gradients else []
-        where = slice(self.offset, self.offset + self.size)
-        self._gradients = tuple(flat[where].reshape(self.shape) for flat in local)
+        gradients, where = self.arena.gradients, slice(self.offset, self.offset + self.size)
+        if gradients is not None and not gradients.local:
+            from .own_gradients import OwnGradients
+
+            self._gradients = OwnGradients(self.name, self.shape, self.dtype, len(self.placement.devices))
+        elif gradients is not None:
+            self._gradients = tuple(flat[where].reshape(self.shape) for flat in gradients.local)
 
     def _train(self) -> None:
         self._description = replace(self._description, trainable=True)
@@ -203,7 +201,7 @@ class MirroredVariable(OnWriteVariable):
                 target[...] = part
 
         if op not in _IN_PLACE:
-            self.arena.forget_unsent(self.offset, self.offset + self.size, flat if op == "constraint" else None)
+            self.arena.clear_stored(self.offset, self.offset + self.size, flat if op == "constraint" else None)
         self._write(op, detail, write, only)
 
     def _write(self, op: str, detail: Hashable, write: Callable[[Any], None], only: int | None) -> None:
@@ -227,7 +225,7 @@ class MirroredVariable(OnWriteVariable):
         width = int(np.prod(self.shape[depth:], dtype=np.int64))
 
         if op == "update":
-            self.arena.forget_unsent(self.offset, self.offset + self.size)
+            self.arena.clear_stored(self.offset, self.offset + self.size)
 
         def write(copy: Any) -> None:
             low, high = self.arena.writes(count, 1)
@@ -239,14 +237,6 @@ class MirroredVariable(OnWriteVariable):
                 rows[...] = move_like(host, rows)
 
         self._write(f"scatter_{op}", detail, write, only)
-
-
-def own_gradients_of(variable: Variable) -> OwnGradients | None:
-    """Return the gradients of a variable that are released when submitted; None if they stay."""
-    if not isinstance(variable, MirroredVariable):
-        return None
-    gradients = variable.arena.gradients
-    return variable._gradients if gradients is not None and gradients.handed_over else None
 
 
 def apply_constraint(variable: Variable, compare: bool = False) -> None:
@@ -272,7 +262,7 @@ def receiver_of(variable: Variable) -> Receiver:
         return Receiver.whole(value, lambda: variable.load(value))
     arena, offset = variable.arena, variable.offset
     low, high = arena.writes(variable.size)
-    arena.forget_unsent(offset, offset + variable.size)
+    arena.clear_stored(offset, offset + variable.size)
 
     def take(start: int, part: np.ndarray) -> None:
         first = offset + start

@@ -9,8 +9,9 @@ import numpy as np
 
 from ..arena.values import checksum
 from ..base.errors import explain
+from .variable import Variable
 
-__all__ = ["HandedOver", "OwnGradients"]
+__all__ = ["HandedOver", "OwnGradients", "own_gradients_of"]
 
 
 @final
@@ -50,6 +51,12 @@ class OwnGradients:
     def renew(self) -> None:
         """Reset the arrays, as at the start of a step."""
         self._arrays = [None] * len(self._arrays)
+
+
+def own_gradients_of(variable: Variable) -> OwnGradients | None:
+    """Return the gradients of a variable that are released when submitted; None if they stay."""
+    found = getattr(variable, "_gradients", None)
+    return found if isinstance(found, OwnGradients) else None
 
 
 @final

@@ -91,8 +91,6 @@ def open_hdf5(path: StoredPath, driver: str | None = None, function: str = "HDF5
     """
     import h5py
 
-    from .remote import RemoteRanges, StoredPath
-
     if driver is not None and not isinstance(path, Path):
         raise shard_error(path, "a path on this machine", "a URL", "Leave driver out.", function)
     try:
@@ -282,8 +280,6 @@ def check_mpi_io() -> None:
         LayoutError: MPI is not running, or with a lower thread level.
     """
     import h5py
-
-    from .remote import RemoteRanges, StoredPath
 
     if not h5py.get_config().mpi:
         got, expected = f"h5py {h5py.__version__} without MPI", "an h5py that was built with MPI"

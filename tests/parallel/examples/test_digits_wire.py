@@ -32,7 +32,7 @@ def accuracy(wire: str | None) -> float:
         for _ in range(EPOCHS):
             for batch in data:
                 strategy.run(step, args=(batch,))
-        assert (model.variables[0].arena.wire is None) == (wire is None)
+        assert model.variables[0].arena.form.exact == (wire is None)
         return float((model.forward(images[test])[-1].argmax(1) == labels[test]).mean())
 
 
