@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -36,14 +36,14 @@ class Arithmetic:
         result: dtype to which the total is rounded, once.
         divisor: the number of replicas for a mean, else 1.
         ufunc: NumPy's function that combines two values: np.add for a sum or a mean.
-        wire: the name of the encoding between nodes, for algorithms with `wires`; None for `accumulate`.
+        between: returns what sums flat arrays like one over nodes, None for MPI; None if it is always MPI.
     """
 
     accumulate: np.dtype
     result: np.dtype
     divisor: int
     ufunc: np.ufunc
-    wire: str | None = None
+    between: Callable[[np.ndarray, Arithmetic], Any] | None = None
 
 
 @functools.lru_cache(maxsize=256)

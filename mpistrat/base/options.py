@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -81,6 +82,10 @@ class CommunicationOptions:
             **{f.name: getattr(self, f.name) if said[f.name] is None else said[f.name] for f in fields(self)}
         )
 
+    def between_nodes(self) -> dict[str, Any]:
+        """Return the given options of messages between nodes, by name. A strategy's apply to its training steps only."""
+        return {} if self.wire is None else {"wire": self.wire}
+
 
 @dataclass(frozen=True)
 class LocalSteps:
@@ -142,6 +147,17 @@ class StepOptions:
     def given(self) -> dict[str, Any]:
         """Return the options that are given, by name."""
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
+
+    def rows(self, nodes: int) -> Iterator[tuple[str, str]]:
+        """Yield what steps on a number of nodes do, for `show_config`."""
+        if nodes > 1:
+            yield (
+                "optimizers' slots",
+                "a part on each node, but for small arenas" if self.sharded_slots else "all on every node",
+            )
+            yield "steps between nodes", "numbers as they are" if self.wire is None else f"float32 as {self.wire}"
+        if self.local_steps is not None:
+            yield "local steps", repr(self.local_steps)
 
     def in_effect(self, all_nodes: int, nodes: int, divides: bool) -> StepOptions:
         """Return the options that have an effect on this number of nodes, with the default of `sharded_slots`.

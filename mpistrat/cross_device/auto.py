@@ -25,7 +25,7 @@ from ..base.types import CommunicationImplementation, ReduceOp
 from ..comm.arrays import is_gpu
 from ..comm.gpu import why_not_nccl
 from ..comm.process_group import ProcessGroup
-from .hierarchical import LEAST_ENCODED, HierarchicalAllReduce
+from .hierarchical import HierarchicalAllReduce
 from .mpi import MpiAllReduce
 from .nccl import NcclAllReduce
 from .ops import IMPLEMENTATIONS, CrossDeviceOps
@@ -77,7 +77,7 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
 
     reduce_ops = tuple(ReduceOp)
     sums_pieces = True
-    wires = ("bfloat16",)
+    encodes = True
 
     def __init__(self) -> None:
         self.chooser = Chooser()
@@ -108,7 +108,7 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
             with self.group.collective("first array on a GPU"):
                 self._algorithm(device, array.nbytes)
         chosen = self._algorithm(device, array.nbytes)
-        self._warn_of_wire(chosen, array.nbytes, options)
+        self._warn_of_other(chosen, array.nbytes, options)
         return chosen
 
     def _said_of(self, array: Any) -> str:
@@ -129,7 +129,7 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
             pairs = [value_destination_pairs[i] for i in members]
             nbytes = sum(value.values[0].nbytes for value, _ in pairs)
             chosen = self._algorithm("gpu" if on_gpu else "cpu", nbytes)
-            self._warn_of_wire(chosen, nbytes, options)
+            self._warn_of_other(chosen, nbytes, options)
             chosen.call = self.call
             reduced = chosen.batch_reduce_implementation(reduce_op, pairs, options)
             for index, result in zip(members, reduced, strict=True):
@@ -150,12 +150,12 @@ class AutoAllReduce(CrossDeviceOps, implementation=CommunicationImplementation.A
         chosen = self._algorithms.get("NCCL" if is_gpu(arena.local[0]) else "HIERARCHICAL")
         return None if chosen is None else chosen.early_sums(arena)
 
-    def _warn_of_wire(self, chosen: CrossDeviceOps, nbytes: int, options: CommunicationOptions | None) -> None:
-        """Warn that the table's algorithm sends large arrays unencoded, though the call requested an encoding."""
-        if options is None or options.wire is None or nbytes < LEAST_ENCODED or self._nodes == "one" or chosen.wires:
-            return
-        name, source = type(chosen).__name__, self.chooser.source
-        once(logging.WARNING, f"wire={options.wire!r} has no effect: {source} names {name} for {nbytes:,} bytes")
+    def _warn_of_other(self, chosen: CrossDeviceOps, nbytes: int, options: CommunicationOptions | None) -> None:
+        """Warn that the table's algorithm does not encode sums, though the call's options ask for it."""
+        if options is not None and options.between_nodes() and self._nodes != "one" and not chosen.encodes:
+            from .fewer_bytes import warn
+
+            warn(options, nbytes, f"{self.chooser.source} names {type(chosen).__name__}")
 
     def _algorithm(self, device: str, nbytes: int) -> CrossDeviceOps:
         """Return the table's algorithm. Collective, inside `collective()`, while that is undecided."""

@@ -66,7 +66,7 @@ class Collectives:
         self._all_reduce, self._all_gather = self._called("all_reduce"), self._called("all_gather")
         self._broadcast, self._all_to_all = self._called("broadcast"), self._called("all_to_all")
         self._reduce_scatter = self._called("reduce_scatter")
-        self._options = None if options is None else replace(options, wire=None)
+        self._options = None if options is None else replace(options, **dict.fromkeys(options.between_nodes()))
         self.ops = make_cross_device_ops() if ops is None else ops
         if ops is None:
             self.ops.bind(group)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, final
 
 import numpy as np
@@ -45,8 +44,8 @@ class FlatAllReduce(CrossDeviceOps):
         """
 
     def _how(self, op: ReduceOp, dtype: np.dtype, options: CommunicationOptions | None) -> Arithmetic:
-        how = self.arithmetic(op, dtype)
-        return how if options is None or options.wire is None else replace(how, wire=options.wire)
+        """Return the arithmetic of a call."""
+        return self.arithmetic(op, dtype)
 
     def _sum_in_place(
         self, op: ReduceOp, pairs: Sequence[tuple[PerReplica, Any]], options: CommunicationOptions | None
@@ -90,13 +89,13 @@ class FlatAllReduce(CrossDeviceOps):
     def reduce_into(
         self, reduce_op: ReduceOp, arrays: Sequence[Any], out: np.ndarray, options: CommunicationOptions | None
     ) -> None:
-        if is_gpu(arrays[0]) or not out.flags.c_contiguous or (options is not None and options.wire is not None):
+        if is_gpu(arrays[0]) or not out.flags.c_contiguous:
             super().reduce_into(reduce_op, arrays, out, options)
             return
         flat, values = out.reshape(-1), flatten_all(arrays)
         apart = len(values) > 1 or (flat.ctypes.data, flat.nbytes) != (values[0].ctypes.data, values[0].nbytes)
         found = [value.copy() if apart and np.may_share_memory(flat, value) else value for value in values]
-        total = self._sum_flat(found, self.arithmetic(reduce_op, values[0].dtype), out=flat)
+        total = self._sum_flat(found, self._how(reduce_op, values[0].dtype, options), out=flat)
         if total is not flat:
             flat[...] = total
 

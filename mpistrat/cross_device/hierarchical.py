@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
 from ..arena.arithmetic import Arithmetic, combine, divide, finish, round_into
-from ..arena.reduction import BLOCK, ArenaSum, Consume, Destination, Gradients, StartedSums, node_gradients
+from ..arena.reduction import ArenaSum, Consume, Destination, Gradients, StartedSums, node_gradients
 from ..base.buffers import BufferPool
 from ..base.distributed_values import PerReplica
 from ..base.errors import explain
@@ -49,7 +50,6 @@ NODE_CHUNK = 1 << 21  # on one node: few barriers, which are costly on busy mach
 SLICE_CHUNK = 1 << 20  # for each slice between nodes: one message
 STAGING_BYTES = 1 << 25  # of all ranks of a node, half of the allocation
 SMALLEST_CHUNK = 1 << 18
-LEAST_ENCODED = 1 << 16  # bytes of the smallest array that is encoded
 
 
 @final
@@ -69,7 +69,7 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
     """
 
     sums_pieces = True
-    wires = ("bfloat16",)
+    encodes = True
 
     def __init__(self, num_packs: int = 1) -> None:
         if num_packs < 0:
@@ -78,20 +78,17 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
         self.results = BufferPool()
         self._exchange: _ExchangeSum | None = None
         self._staged: _StagedSum | None = None
-        self._arenas: ArenaSum | None = None
-        self._early: EarlyArenaSum | None = None
-        self._encoded: EncodedAllReduce | None = None
+        self._arenas: ArenaSum | EarlyArenaSum | None = None
+        self._between: Any = None
 
     def bind(self, group: ProcessGroup) -> None:
         super().bind(group)
-        self._staged = self._arenas = self._early = self._encoded = None
+        self._staged = self._arenas = self._between = None
         self._exchange = _ExchangeSum(group, self.results) if group.num_nodes == 1 and group.node.size > 1 else None
 
     def close(self) -> None:
         super().close()
-        self._exchange = self._staged = self._arenas = self._early = self._encoded = (
-            None  # referenced memory cannot be freed
-        )
+        self._exchange = self._staged = self._arenas = self._between = None  # referenced memory cannot be freed
 
     def entry(self, arrays: Sequence[Any], destinations: Any) -> tuple[bool, Hashable]:
         if self._find(arrays, destinations) is not None:
@@ -109,9 +106,7 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
     # Users' own arrays
 
     def _sum_flat(self, arrays: Arrays, how: Arithmetic, out: Array | None = None) -> Array:
-        group, encoded = self.group, None
-        if how.wire is not None and arrays[0].nbytes >= LEAST_ENCODED and arrays[0].dtype == np.float32:
-            encoded = self._all_reduce_encoded(how.wire) if how.ufunc is np.add else None
+        group, encoded = self.group, None if how.between is None else how.between(arrays[0], how)
         if group.num_nodes == group.topology.size:  # no ranks share memory
             return mpi_sum(group.inter, arrays, how, self.results, encoded, out)
         exchange = self._exchanged(arrays[0])
@@ -121,15 +116,15 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
             self._staged = _StagedSum(group, self.results)
         return self._staged.sum(arrays, how, self.call, encoded, out)
 
-    def _all_reduce_encoded(self, name: str) -> EncodedAllReduce | None:
-        if self._encoded is None and self.group.inter is not None:
-            from ..arena.encoded import EncodedAllReduce
-            from ..arena.wire import wire_named
+    def _how(self, op: ReduceOp, dtype: np.dtype, options: CommunicationOptions | None) -> Arithmetic:
+        how, inter = super()._how(op, dtype, options), self.group.inter
+        if options is None or inter is None or not options.between_nodes():
+            return how
+        if self._between is None:
+            from .fewer_bytes import sums_between
 
-            wire = wire_named(name)
-            assert wire is not None
-            self._encoded = EncodedAllReduce(self.group.inter, wire, BLOCK)
-        return self._encoded
+            self._between = sums_between(options, inter)
+        return replace(how, between=self._between)
 
     def _exchanged(self, array: Any) -> _ExchangeSum | None:
         exchange = self._exchange
@@ -140,7 +135,7 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
     def _sum_in_place(
         self, op: ReduceOp, pairs: Sequence[tuple[PerReplica, Any]], options: CommunicationOptions | None
     ) -> list[Any]:
-        if options is not None and options.wire is not None:
+        if options is not None and options.between_nodes():
             return super()._sum_in_place(op, pairs, options)
         found = [self._destination(value.values, variable, op) for value, variable in pairs]
         if any(found):
@@ -157,18 +152,17 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
         if is_gpu(arena.local[0]):
             super().reduce_arena(arena, ranges, consume)
             return
-        how = self.arithmetic(ReduceOp.SUM, arena.dtype)
-        sums = self._arena_sum() if self._early is None else self._early
-        sums.sum_owned(arena, ranges, how, consume)
+        self._arena_sum().sum_owned(arena, ranges, self.arithmetic(ReduceOp.SUM, arena.dtype), consume)
 
     def early_sums(self, arena: Gradients) -> StartedSums | None:
         if is_gpu(arena.local[0]) or not arena.node_pieces() or not arena.form.may_start_early:
             return None
-        if self._early is None:
+        sums = self._arena_sum()
+        if isinstance(sums, ArenaSum):
             from ..arena.early import EarlyArenaSum
 
-            self._early = EarlyArenaSum(self.group, self._arena_sum())
-        return self._early
+            sums = self._arenas = EarlyArenaSum(self.group, sums)
+        return sums
 
     def _destination(self, values: Sequence[Any], variable: Any, reduce_op: ReduceOp) -> Destination | None:
         """Return the location in a gradient arena of values that are reduced in place; None for all others."""
@@ -181,7 +175,7 @@ class HierarchicalAllReduce(FlatAllReduce, implementation=CommunicationImplement
             return None
         return Destination.find(self.group, values, variable)
 
-    def _arena_sum(self) -> ArenaSum:
+    def _arena_sum(self) -> ArenaSum | EarlyArenaSum:
         if self._arenas is None:
             self._arenas = ArenaSum(self.group)
         return self._arenas

@@ -73,8 +73,8 @@ class CrossDeviceOps(ABC):
     #: True if `reduce_arena` sends each node only the sums that it owns: nodes then share slots by default.
     sums_pieces: bool = False
 
-    #: The encodings of float32 sums between nodes that a call's options may request; others raise an error.
-    wires: tuple[str, ...] = ()
+    #: True if float32 sums may travel between nodes in fewer bytes when a call's options ask for it; else that is an error.
+    encodes: bool = False
 
     #: True if an error in the middle of `reduce_arena` leaves messages between nodes pending.
     sends_ahead: bool = False
@@ -213,7 +213,7 @@ class CrossDeviceOps(ABC):
                 ops.reduce_into(op, arrays, out, options)
                 return out
             result = ops.reduce_implementation(op, PerReplica(arrays), destinations, options)
-        if len(arrays) == 1 and (not synchronize or options.wire is None):
+        if len(arrays) == 1 and not (synchronize and options.between_nodes()):
             small = ops.small_reduction(op, first)
             if small is not None:
                 self.keep_plan((op, first.dtype, first.shape, given, said or name, function), ops.call, small)
@@ -545,13 +545,10 @@ class CrossDeviceOps(ABC):
         return type(self).__name__
 
     def _check_known(self, op: ReduceOp, options: CommunicationOptions, function: str) -> None:
-        wire = options.wire
-        if wire is not None and wire not in self.wires and (wire != "bfloat16" or self.group.num_nodes > 1):
-            remedy = "int8 is for optimizer steps, which use error feedback: give it to the strategy"
-            if wire == "bfloat16":
-                remedy = "Leave it out, or let HierarchicalAllReduce reduce"
-            expected = f"{' or '.join(self.wires) or 'none'}, for reductions by {type(self).__name__}"
-            raise ValueError(explain(function, "options.wire", expected=expected, got=repr(wire), remedy=remedy))
+        if options.between_nodes():
+            from .fewer_bytes import check
+
+            check(options, function, type(self).__name__, self.encodes, self.group.num_nodes)
         if op not in self.reduce_ops:
             name = type(self).__name__
             expected = f"{', '.join(known.value for known in self.reduce_ops)}, the reductions of {name}"
@@ -575,4 +572,4 @@ class CrossDeviceOps(ABC):
 
 def _said(options: CommunicationOptions) -> tuple[str, ...]:
     """Return the parts of the options that ranks compare and no other text shows."""
-    return () if options.wire is None else (f"wire {options.wire}",)
+    return tuple(f"{name} {value}" for name, value in options.between_nodes().items())

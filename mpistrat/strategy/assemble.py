@@ -199,7 +199,7 @@ def assemble(
 
     nodes = (sync_group or group).num_nodes
     if options is not None and kind is not PARAMETER_SERVER:  # there pushes are encoded, not sums
-        step = replace(step, wire=options.wire)
+        step = replace(step, **options.between_nodes())
 
     def bind() -> None:
         ways = type(ops).__name__, ops.sums_pieces, replicas is not None
@@ -229,8 +229,9 @@ def _log_what_has_no_effect(
         given = {"communication_options": options, "cross_device_ops": ops}
         for name in (name for name, value in given.items() if value is not None):
             log.once(logging.INFO, f"{kind.name}: {name} has no effect: one replica has nothing to reduce")
-    elif kind is not PARAMETER_SERVER and options is not None and options.wire and topology.num_nodes == 1:
-        log.once(logging.INFO, f"{kind.name}: wire={options.wire!r} has no effect: all ranks are on one node")
+    elif kind is not PARAMETER_SERVER and options is not None and topology.num_nodes == 1:
+        for name, value in options.between_nodes().items():
+            log.once(logging.INFO, f"{kind.name}: {name}={value!r} has no effect: all ranks are on one node")
 
 
 def _check_evaluator(kind: StrategyKind, topology: Topology) -> None:

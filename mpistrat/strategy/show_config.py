@@ -103,13 +103,7 @@ def _layout(strategy: Strategy) -> Iterator[Row]:
         host, *devices = text.split()
         yield f"rank {rank}", f"node {topology.node_of[rank]} ({host}), devices {', '.join(devices)}"
     yield "shared memory", "one copy of the variables a node" if group.node.shared else "a private copy in every rank"
-    if group.num_nodes > 1:
-        sharded = extended.placement.arenas.sharded
-        yield "optimizers' slots", "a part on each node, but for small arenas" if sharded else "all on every node"
-        wire = extended.placement.arenas.step.wire
-        yield "steps between nodes", "numbers as they are" if wire is None else f"float32 as {wire}"
-    for words in dict.fromkeys(extended.placement.lacking.values()):
-        yield "training with", words
+    yield from extended.placement.arenas.step.rows(group.num_nodes)
     yield "reductions", type(extended.cross_device_ops).__name__
     yield from strategy.describe()
 

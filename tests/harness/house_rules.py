@@ -571,7 +571,7 @@ OPTIONS = {
             "arena/* cross_device/* optimizers/* state/* step/* strategy/* variables/*",
         ),
         "Wire Unsent",
-        "arena/wire.py arena/encoded.py step/fewer_bytes.py",
+        "arena/wire.py arena/encoded.py step/fewer_bytes.py cross_device/fewer_bytes.py",
     ),
     "sharded gradients": Option(
         {"placement.buckets": "*", "handed_over": "*", "own_gradients": "*", "own_gradients_of": "*",

@@ -16,7 +16,7 @@ from tests.launch.launcher import ROOT
 OPTIONS = {
     "sharded gradients": ["step/handed_over.py", "arena/buckets.py", "variables/own_gradients.py"],
     "early sums": ["step/early_start.py"],
-    "fewer bytes": ["step/fewer_bytes.py", "arena/encoded.py", "arena/wire.py"],
+    "fewer bytes": ["step/fewer_bytes.py", "arena/encoded.py", "arena/wire.py", "cross_device/fewer_bytes.py"],
     "local steps": ["step/outer.py"],
     "mesh": ["step/mesh.py", "strategy/mesh.py", "strategy/mesh_strategy.py", "strategy/axes.py"],
     "GPUs": ["step/on_stream.py", "step/early_on_gpu.py", "optimizers/kernels.py", "optimizers/device_scale.py"],
