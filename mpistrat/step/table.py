@@ -72,7 +72,7 @@ def _has_copies(arena: Arena) -> bool:
     return len(arena.copies) > 1
 
 
-def _rounds(arena: Arena) -> bool:
+def _rounds_weights(arena: Arena) -> bool:
     return not arena.form.exact
 
 
@@ -94,7 +94,7 @@ TABLE = (
     Row("starter", "early sums", _on_several_nodes, "early_start", "EarlyStart"),
     Row("starter", "every other", _every, "interface", "Starter"),
     Row("publish", "several GPUs on a rank", _has_copies, "publish", "ToDevices"),
-    Row("publish", "fewer bytes", _rounds, "fewer_bytes", "ToNodesInFewerBytes"),
+    Row("publish", "fewer bytes", _rounds_weights, "fewer_bytes", "ToNodesInFewerBytes"),
     Row("publish", "slots divided over nodes", _sharded, "publish", "ToNodes"),
     Row("publish", "every other", _every, "interface", "Publish"),
     Row("rounds", "local steps", _has_local_steps, "outer", "OuterSteps"),
