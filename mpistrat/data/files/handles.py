@@ -241,16 +241,16 @@ class Descriptor:
 def open_bytes() -> OpenFiles[Descriptor | RemoteRanges]:
     """Return files that are read as bytes."""
     from ..buffers import LastRead
-    from .remote import GrowingReads, RemoteRanges
+    from .remote import RemoteRanges, SuccessiveReads
 
     kept = LastRead[bytes](_KEPT_AHEAD)
-    ahead: dict[StoredPath, GrowingReads] = {}
+    ahead: dict[StoredPath, SuccessiveReads] = {}
 
     def opener(file: ShardFile) -> Descriptor | RemoteRanges:
         if isinstance(file.path, Path):
             return Descriptor(file)
         file.check()
-        return RemoteRanges(file.path, file.bytes, ahead.setdefault(file.path, GrowingReads(kept)))
+        return RemoteRanges(file.path, file.bytes, ahead.setdefault(file.path, SuccessiveReads(kept)))
 
     return OpenFiles(opener)
 

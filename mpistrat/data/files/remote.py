@@ -22,7 +22,7 @@ from ...base.lazy import load_optional
 from ..buffers import LastRead
 
 __all__ = [
-    "GrowingReads",
+    "SuccessiveReads",
     "RemoteFile",
     "RemotePath",
     "RemoteStream",
@@ -335,7 +335,7 @@ class _LastOfRun:
 
 
 @final
-class GrowingReads:
+class SuccessiveReads:
     """Reads of a file by requests that grow from the third one of successive reads on. Thread-safe.
 
     Args:
@@ -381,9 +381,9 @@ class RemoteRanges:
         ahead: reads ahead; shared with others that read the file, if there are any.
     """
 
-    def __init__(self, path: RemotePath, size: int, ahead: GrowingReads | None = None) -> None:
+    def __init__(self, path: RemotePath, size: int, ahead: SuccessiveReads | None = None) -> None:
         self._path, self.size = path, size
-        self._ahead = GrowingReads(LastRead(_KEPT)) if ahead is None else ahead
+        self._ahead = SuccessiveReads(LastRead(_KEPT)) if ahead is None else ahead
         system, name = path.system()
         options: dict[str, Any] = {"cache_type": "none"}
         if is_web(str(path)):

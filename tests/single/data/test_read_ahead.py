@@ -10,7 +10,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.data.buffers import LastRead
-from mpistrat.data.files.remote import GrowingReads
+from mpistrat.data.files.remote import SuccessiveReads
 
 CONTENT = np.random.default_rng(0).bytes(1 << 24)
 
@@ -34,7 +34,7 @@ class Fetched:
 @pytest.mark.parametrize("size", [500, 70_000, 1 << 23])
 def test_successive_reads(size: int, gap: int) -> None:
     """At most 4 MiB ahead: a file of 16 MiB takes two small requests, some that grow, and four of 4 MiB."""
-    ahead, fetch = GrowingReads(LastRead(1 << 25)), Fetched()
+    ahead, fetch = SuccessiveReads(LastRead(1 << 25)), Fetched()
     starts = range(0, len(CONTENT), size + gap)
     for start in starts:
         assert ahead.read(start, start + size, fetch) == CONTENT[start : start + size]
@@ -44,7 +44,7 @@ def test_successive_reads(size: int, gap: int) -> None:
 
 
 def test_reads_at_random_places_get_their_own_bytes() -> None:
-    ahead, fetch, rng = GrowingReads(LastRead(1 << 25)), Fetched(), np.random.default_rng(1)
+    ahead, fetch, rng = SuccessiveReads(LastRead(1 << 25)), Fetched(), np.random.default_rng(1)
     places = [int(place) << 17 for place in rng.permutation(128)]
     far = [place for place, before in zip(places[1:], places, strict=False) if abs(place - before) > 1 << 18]
     for place in far:
@@ -58,7 +58,7 @@ def test_reads_at_random_places_get_their_own_bytes() -> None:
 
 def test_several_places_and_threads() -> None:
     """Threads share what one of them has read ahead, from several places of the file; bytes that were dropped are read again."""
-    ahead, fetch = GrowingReads(LastRead(1 << 22)), Fetched()
+    ahead, fetch = SuccessiveReads(LastRead(1 << 22)), Fetched()
     wrong: list[int] = []
 
     def read(thread: int) -> None:
