@@ -1,4 +1,4 @@
-"""The package's enums: reduction of values, synchronization and aggregation of variables."""
+"""The package's enums: reduction of values, synchronization and aggregation of variables, qualities of strategies."""
 
 from __future__ import annotations
 
@@ -13,10 +13,23 @@ from .masks import plain_array
 __all__ = [
     "CommunicationImplementation",
     "IndexedSlices",
+    "Quality",
     "ReduceOp",
     "VariableAggregation",
     "VariableSynchronization",
 ]
+
+
+class Quality(enum.Enum):
+    """A property that features may need of a strategy. What takes it away says so in `Placement.lacking`."""
+
+    COMMON_STEPS = "ranks that take each step together"
+    EQUAL_NODES = "nodes that step together"
+    KEPT_GRADIENTS = "gradients that are kept until the step"
+    OWN_VARIABLES = "variables that its ranks store and update"
+    WHOLE_REPLICAS = "whole replicas on each rank"
+
+    __hash__ = object.__hash__
 
 
 class ReduceOp(enum.Enum):

@@ -18,11 +18,12 @@ from ..arena.values import checksum, move_like
 from ..base import agree
 from ..base.errors import ContextError, explain
 from ..base.masks import plain_array
+from ..base.types import Quality
 from ..base.waiting import Backoff, Deadline
 from ..comm.arrays import as_array, import_cupy, is_bfloat16, is_gpu
 from ..comm.gpu import lend
 from ..strategy.contexts import stepping
-from ..variables import Quality, Variable
+from ..variables import Variable
 from ..variables.variable import box_of
 
 __all__ = [

@@ -14,9 +14,10 @@ from ..arena.layout import check_layouts
 from ..base import agree, context
 from ..base.errors import DeviceError, explain
 from ..base.masks import plain_array
+from ..base.types import Quality
 from ..optimizers import Optimizer
 from ..strategy.loss import check_loss
-from ..variables import Quality, Variable
+from ..variables import Variable
 from .arrays import JaxLink, flatten, is_array, is_parameter, link_of, names_of
 from .rule import JaxRule
 

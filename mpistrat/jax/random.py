@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from ..base import context
-from ..variables import Quality
+from ..base.types import Quality
 
 __all__ = ["key"]
 

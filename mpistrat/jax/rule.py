@@ -16,12 +16,13 @@ import optax
 
 from ..arena.reduction import BLOCK
 from ..base.errors import explain
+from ..base.types import Quality
 from ..comm.arrays import accumulation_dtype, is_gpu
 from ..optimizers import Optimizer
 from ..optimizers.foreign import ForeignRule, WholeRule
 from ..optimizers.rule import Block, UpdateRun
 from ..optimizers.whole_state import StateArray, require_whole
-from ..variables import Quality, Variable
+from ..variables import Variable
 from .arrays import flatten, is_array, is_parameter, memory_of, names_of, of_memory
 from .reading import Mixes, Program, digest, read, word
 

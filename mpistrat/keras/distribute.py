@@ -18,7 +18,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from ..base import context
 from ..base.devices import parse
 from ..base.errors import ContextError, LayoutError, check_framework, explain
-from ..variables import Quality
+from ..base.types import Quality
 from .link import ModelLink, arrays_of, subclass
 from .model import DistributedModel
 from .optimizer import DistributedOptimizer, distribute_optimizer, in_graph

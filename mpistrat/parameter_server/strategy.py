@@ -11,6 +11,7 @@ from ..base import log
 from ..base.errors import ContextError, explain
 from ..base.options import CommunicationOptions, RunOptions
 from ..base.text import counted
+from ..base.types import Quality
 from ..base.waiting import CEILING
 from ..cluster.forks import is_child, refusal
 from ..cluster.resolvers import ClusterResolver
@@ -24,7 +25,6 @@ from ..strategy.input import Division
 from ..strategy.loss import summed_replicas, sums_workers
 from ..strategy.preemption import StopAtPasses, StopRequest
 from ..strategy.strategy import Strategy
-from ..variables import Quality
 from .connections import ParameterServers
 from .report import ParameterServerStats
 from .roles import RoleAssignment, Roles, Settings

@@ -16,7 +16,7 @@ from ..base import nest
 from ..base.context import Observer, Parameter
 from ..base.distributed_values import DistributedValues
 from ..base.errors import explain
-from ..variables import Quality
+from ..base.types import Quality
 from .folder import Folder, Point, RecordedPass, RecordedStep
 from .samples import difference, epsilon_of, host, row_digests, sample, sample_like
 

@@ -11,11 +11,12 @@ from ..arena.pieces import summed_blocks
 from ..arena.reduction import BLOCK, Consume, network_chunk
 from ..base.errors import explain
 from ..base.partition import blocks, merge
+from ..base.types import Quality
 from ..comm.arrays import accumulation_dtype, all_reduce
 from ..optimizers.begun import changed, elsewhere, unfit
 from ..optimizers.gradients import check_same, flat_gradient
 from ..variables.own_gradients import own_gradients_of
-from ..variables.placement import Placement, Quality
+from ..variables.placement import Placement
 from ..variables.variable import Variable
 from .interface import OptionCheck, Starter, Sums, Work
 

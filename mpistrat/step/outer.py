@@ -22,13 +22,13 @@ from ..arena.reduction import BLOCK
 from ..base.errors import ContextError, explain
 from ..base.options import LocalSteps
 from ..base.partition import aligned_bounds, merge
-from ..base.types import ReduceOp
+from ..base.types import Quality, ReduceOp
 from ..base.underflow import may_underflow
 from ..comm.arrays import accumulation_dtype
 from ..comm.process_group import ProcessGroup
 from ..optimizers.node_slots import OUTER_MOMENTUM, node_slots_here
 from ..variables.kinds import apply_constraint
-from ..variables.placement import Placement, Quality
+from ..variables.placement import Placement
 from ..variables.variable import Variable
 from .interface import NodeRounds, OptionCheck
 from .norms import OverAll

@@ -17,11 +17,10 @@ from ..base.cores import limit_new_libraries
 from ..base.distributed_values import PerReplica, regroup, select_replica
 from ..base.errors import ContextError, explain
 from ..base.options import CommunicationOptions
-from ..base.types import ReduceOp
+from ..base.types import Quality, ReduceOp
 from ..cluster.topology import Topology
 from ..comm.arrays import as_array
 from ..cross_device.collectives import Collectives
-from ..variables import Quality
 from .copies import read_variables
 from .old_calls import formerly
 from .replica_threads import current_rendezvous

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ContextError, explain
+from ..base.types import Quality
 from ..state.checkpoint import Checkpoint, StrategyState
 from ..state.snapshot import Snapshot, check_restarts
 from ..state.writing import Saving
-from ..variables import Quality
 from ..variables.equal import different_weights
 
 if TYPE_CHECKING:

@@ -11,11 +11,12 @@ import numpy as np
 from ..base.errors import LayoutError, explain
 from ..base.options import CommunicationOptions
 from ..base.text import counted
+from ..base.types import Quality
 from ..cluster.topology import Topology
 from ..comm.arrays import as_array
 from ..comm.process_group import ProcessGroup
 from ..cross_device.ops import CrossDeviceOps
-from ..variables import DATA, Quality
+from ..variables import DATA
 from .assemble import MESH, assemble
 from .axes import Axes
 from .mesh import Mesh

@@ -12,8 +12,8 @@ from ..arena.layout import check_layouts
 from ..base import context
 from ..base.devices import parse
 from ..base.errors import explain
+from ..base.types import Quality
 from ..strategy.loss import check_loss
-from ..variables import Quality
 from .module import divide_gradients, link_of, put_into
 from .optimizer import distribute_optimizer
 from .rule import is_elementwise

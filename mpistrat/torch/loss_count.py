@@ -8,8 +8,8 @@ from typing import Any, final
 import torch
 
 from ..base.errors import explain
+from ..base.types import Quality
 from ..strategy.contexts import local_replica
-from ..variables import Quality
 
 __all__ = ["LossCount", "counted_loss"]
 

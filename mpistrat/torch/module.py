@@ -21,11 +21,11 @@ from ..arena.layout import Box
 from ..arena.values import checksum
 from ..base import context
 from ..base.errors import explain
-from ..base.types import VariableAggregation, VariableSynchronization
+from ..base.types import Quality, VariableAggregation, VariableSynchronization
 from ..comm.arrays import to_host
 from ..strategy.contexts import local_replica
 from ..strategy.loss import summed_replicas
-from ..variables import Quality, Variable
+from ..variables import Variable
 from ..variables.sharded import each_variable
 from ..variables.variable import box_of
 from .sync_batch_norm import SyncBatchNorm

@@ -14,10 +14,11 @@ from torch.optim import optimizer as base
 
 from ..base import context
 from ..base.errors import explain
+from ..base.types import Quality
 from ..comm.arrays import accumulation_dtype, to_host
 from ..strategy.contexts import in_step, local_replica, stepping
 from ..strategy.loss import summed_replicas
-from ..variables import Quality, Variable
+from ..variables import Variable
 from ..variables.sharded import each_variable
 from .closure import step_with_closure
 from .loss_count import LossCount

@@ -18,6 +18,7 @@ import torch
 
 from ..arena.arena import Arena, by_arena, padded
 from ..base.partition import merge
+from ..base.types import Quality
 from ..comm.arrays import accumulation_dtype
 from ..comm.call import payload_bytes
 from ..comm.process_group import ProcessGroup
@@ -25,7 +26,7 @@ from ..cross_device.auto import AutoAllReduce
 from ..cross_device.nccl import NcclAllReduce
 from ..optimizers.gradients import Pairs, load_gradients
 from ..optimizers.rule import UpdateRun
-from ..variables import Quality, Variable
+from ..variables import Variable
 from ..variables.equal import different_copies
 from .backend.rendezvous import store_of
 from .tensors import tensor_of

@@ -15,7 +15,7 @@ from typing import Any, final
 from ..base.errors import explain
 from ..base.log import logger
 from ..base.masks import plain_array
-from ..variables import Quality
+from ..base.types import Quality
 from .weights import assign_from_file, weights_of
 
 __all__ = [

@@ -23,11 +23,11 @@ from ..base.arguments import integer
 from ..base.environment import RESTART_EXIT_CODE
 from ..base.errors import CollectiveMismatchError, ContextError, SharedMemoryError, by_rank, explain
 from ..base.log import logger
+from ..base.types import Quality
 from ..data.files.remote import is_url
 from ..state.extra import has_state, state_of_text, text_of_state
 from ..state.writing import Saving
 from ..timeline.trace import process_group_of
-from ..variables import Quality
 from .checkpoint_folders import LocalFolder, folder_of, newest_file
 
 __all__ = [

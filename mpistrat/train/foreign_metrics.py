@@ -12,7 +12,7 @@ import numpy as np
 from ..base import agree, context
 from ..base.errors import ContextError, explain
 from ..base.metric_state import MetricAdapter, MetricState
-from ..variables import Quality
+from ..base.types import Quality
 
 __all__ = ["FUNCTION", "ForeignMetric", "adapt", "load_notes", "merged", "notes_of", "results_of"]
 

@@ -13,11 +13,11 @@ from typing import Any, final
 import numpy as np
 
 from ..base import context
-from ..base.types import VariableAggregation, VariableSynchronization
+from ..base.types import Quality, VariableAggregation, VariableSynchronization
 from ..base.underflow import may_underflow
 from ..comm.arrays import to_host
 from ..strategy.contexts import in_step, stepping
-from ..variables import Quality, Variable
+from ..variables import Variable
 from ..variables.variable import value_for_file
 from .foreign_metrics import FUNCTION, ForeignMetric, adapt, merged, results_of
 from .weights import METRIC

@@ -12,8 +12,8 @@ from typing import Any, final
 from ..base.environment import RESTART_EXIT_CODE
 from ..base.errors import ContextError, explain
 from ..base.log import logger
+from ..base.types import Quality
 from ..strategy.preemption import ask_to_stop, catch_stop_signals, stop_reason
-from ..variables import Quality
 from .checkpoints import Checkpoints
 
 __all__ = ["PreemptionCheckpointHandler", "PreemptionWatcher", "TerminationConfig"]

@@ -4,7 +4,7 @@ from ..arena.arena import Arena, ArenaAllocator
 from ..arena.layout import DATA, Grid, Part, Receiver
 from .create import create_variable
 from .kinds import MirroredVariable, SyncOnReadVariable, make_trainable
-from .placement import Placement, Quality
+from .placement import Placement
 from .sharded import ShardedVariable
 from .variable import Variable, explain_foreign, variable_creator_scope
 
@@ -16,7 +16,6 @@ __all__ = [
     "MirroredVariable",
     "Part",
     "Placement",
-    "Quality",
     "Receiver",
     "ShardedVariable",
     "SyncOnReadVariable",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Protocol, final
 
 import numpy as np
@@ -13,25 +12,15 @@ from ..arena.arena import ArenaAllocator
 from ..arena.layout import Box, Grid, Part
 from ..base.errors import LayoutError, explain
 from ..base.options import LocalSteps
-from ..base.types import VariableAggregation, VariableSynchronization
+from ..base.types import Quality, VariableAggregation, VariableSynchronization
 from ..comm.process_group import ProcessGroup
 from ..cross_device.ops import CrossDeviceOps
 
-__all__ = ["ORDINAL_STEP", "Description", "OptimizerMemory", "Placement", "Quality", "Target"]
+__all__ = ["ORDINAL_STEP", "Description", "OptimizerMemory", "Placement", "Target"]
 
 ORDINAL_STEP = 4096  # distance of the numbers of optimizers; counts below it do not overlap
 
 Target = tuple[Any, int, int]  # a flat array, and this rank's range of its elements
-
-
-class Quality(Enum):
-    """A property that features may need of a strategy. What takes it away says so in `Placement.lacking`."""
-
-    COMMON_STEPS = "ranks that take each step together"
-    EQUAL_NODES = "nodes that step together"
-    KEPT_GRADIENTS = "gradients that are kept until the step"
-    OWN_VARIABLES = "variables that its ranks store and update"
-    WHOLE_REPLICAS = "whole replicas on each rank"
 
 
 @final
