@@ -184,17 +184,17 @@ def test_other_files_of_a_folder(source: str, where: str, tmp_path: Path) -> Non
     for name in ("_SUCCESS", ".hidden", f".copy{part.suffix}", "part-7.data", "notes.txt"):
         (folder / name).write_bytes(b"other")
     opened = SOURCES[source].opened
-    dataset = opened(f"{where}{folder}")  # type: ignore[arg-type]
+    dataset = opened(f"{where}{folder}")
     assert len(dataset) == ROWS
     assert "files (left out: notes.txt, part-7.data)" in str(dataset)
-    alone = opened(f"{where}{folder}/*{part.suffix}")  # type: ignore[arg-type]
+    alone = opened(f"{where}{folder}/*{part.suffix}")
     assert len(alone) == ROWS
     assert "notes.txt" not in str(alone)
     similar = OTHERS.get(source, ".nc" if part.suffix == ".h5" else ".orc")
     for name in (f"part-8{similar}", f"PART-9{part.suffix.upper()}.ZST", f"{part.name}.gz"):
         (folder / name).write_bytes(b"other")
         with pytest.raises(ShardError, match=f"{name}: expected a file with an ending that is read .*by a pattern"):
-            len(opened(f"{where}{folder}"))  # type: ignore[arg-type]
+            len(opened(f"{where}{folder}"))
         (folder / name).unlink()
 
 
