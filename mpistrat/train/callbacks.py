@@ -63,8 +63,9 @@ class Loop:
             optimizer: one of `ms.optimizers`, or of torch.
         """
         self.strategy, self.optimizer = strategy, optimizer
-        self.first = int(strategy.extended.placement.first_worker)
-        self.in_step = not strategy.extended.placement.lacks(Quality.COMMON_STEPS)
+        placement = strategy.extended.placement if hasattr(strategy, "extended") else None  # ranks of torch.distributed
+        self.first = 0 if placement is None else int(placement.first_worker)
+        self.in_step = placement is None or not placement.lacks(Quality.COMMON_STEPS)
         self.tells = bool(strategy.rank == self.first)
         self.epoch = self.step = 0
         self.stop_training = False
