@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -301,23 +302,27 @@ def draw_growth(axis: Any, cells: list[dict[str, Any]], names: list[str]) -> Non
     axis.set_xlabel("workers (squares: 2 servers)")
 
 
+def new_rows(width: float, names: Sequence[str]) -> tuple[Any, Any]:
+    """Return a figure, and its axis with a row for each name, from the top, and a line at the ratio 1."""
+    figure = new_figure(width, 0.35 * len(names) + 2)
+    axis = figure.subplots()
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
+    axis.axvline(1, color="#7f7f7f", linewidth=1)
+    return figure, axis
+
+
 def draw_before_after(folder: Path) -> None:
     """Draw how many times as long an operation takes as before: the median over pairs, and its limits of 95 %."""
     results = load(folder, "before_after")
     if not results:
         return
-    figure = new_figure(10, 0.35 * sum(len(result["seconds"]) for result in results) + 2)
-    axis = figure.subplots()
-    names = []
-    for result in results:
-        for name, times in result["seconds"].items():
-            low, middle, high = ratio(times["before"], times["after"])
-            axis.plot([low, high], [len(names)] * 2, color="#1f77b4")
-            axis.plot(middle, len(names), "o", color="#1f77b4")
-            names.append(name)
-    axis.set_yticks(range(len(names)), names)
-    axis.invert_yaxis()
-    axis.axvline(1, color="#7f7f7f", linewidth=1)
+    every = [pair for result in results for pair in result["seconds"].items()]
+    figure, axis = new_rows(10, [name for name, _ in every])
+    for number, (_, times) in enumerate(every):
+        low, middle, high = ratio(times["before"], times["after"])
+        axis.plot([low, high], [number] * 2, color="#1f77b4")
+        axis.plot(middle, number, "o", color="#1f77b4")
     axis.set_xlabel("time after / time before, of pairs in turns, with limits of 95 %")
     axis.grid(alpha=0.3, axis="x")
     finish(figure, "Operations and steps, before and after", caption(results), folder / "before_after.png")
@@ -328,17 +333,13 @@ def draw_sources_input(folder: Path) -> None:
     results = load(folder, "sources_input")
     if not results:
         return
-    figure = new_figure(16, 0.35 * sum(len(result["rows_per_second"]) for result in results) + 2)
-    axis = figure.subplots()
     rates = [pair for result in results for pair in result["rows_per_second"].items()]
+    figure, axis = new_rows(16, [name for name, _ in rates])
     bars = axis.barh(
         range(len(rates)), [each["mpistrat"] / each["alone"] for _, each in rates], color=colour("mpistrat")
     )
     axis.bar_label(bars, fmt="%.2f", fontsize=9, padding=3)
-    axis.set_yticks(range(len(rates)), [name for name, _ in rates])
-    axis.invert_yaxis()
     axis.set_xscale("log")
-    axis.axvline(1, color="black", linewidth=1)
     axis.margins(x=0.1)
     axis.set_xlabel("rows per second / those of the library alone")
     finish(figure, "Rows of files, beside their libraries", caption(results), folder / "sources_input.png")

@@ -4,10 +4,11 @@
 
 Each file has the same rows of 1,024 int32, written by the library; a side yields them in batches of 64, in order, and some
 sources also 500 rows at random places, one by one, as a map-style dataset of PyTorch reads. netCDF files are packed int16
-[64, 64] over time in chunks of 24 hours; "xarray" is open_dataset and isel. pyarrow's batches of Arrow files are views, whose
-bytes nobody reads; in "Arrow copies" they are copied, as ours are, which a program may change. The web server (aiohttp, with
-ranges) is in this process, and both sides share it: figures compare the sides, and say nothing of networks. The contenders take
-turns; a figure is the median of the rounds, in rows per second. A library that is not installed is left out.
+[64, 64] over time in chunks of 24 hours; "xarray" is open_dataset and isel. pyarrow's batches of Arrow files are views
+of a memory map, and nothing reads their bytes. Our batches are copies, since programs may change them; "Arrow copies" copies
+pyarrow's, too. Both sides share a web server (aiohttp, with ranges) in this process: figures compare the sides, and say nothing
+of networks. The contenders take turns; a figure is the median of the rounds, in rows per second. A library that is not
+installed is left out.
 """
 
 from __future__ import annotations

@@ -87,10 +87,14 @@ class Box:
         """True if it has the shape of the whole."""
         return all(high - low == length for (low, high), length in zip(self._given, self.shape, strict=False))
 
+    @property
+    def slices(self) -> tuple[Any, ...]:
+        """The box as an index of the whole array."""
+        return (*(slice(low, high) for low, high in self._given), ...)
+
     def cut(self, whole: Any) -> Any:
         """Return the box of a whole array: a view."""
-        index = (*(slice(low, high) for low, high in self._given), ...)
-        return whole[index]
+        return whole[self.slices]
 
     @property
     def contiguous(self) -> bool:
@@ -206,11 +210,6 @@ class Part:
         self.box = Box(self.whole_shape, self._box(grid.at).ranges, self.elements)
 
     @property
-    def slices(self) -> tuple[slice, ...]:
-        """The box as an index of the whole array."""
-        return tuple(slice(low, high) for low, high in self.box.ranges)
-
-    @property
     def whole_size(self) -> int:
         """Number of elements of the whole."""
         return math.prod(self.whole_shape)
@@ -300,14 +299,14 @@ def part_of(
             that does not fit.
         TypeError: not a tuple of names.
     """
+    if layout is not None and grid is None:
+        expected, got = "a strategy with a mesh, for a layout", f"{layout!r} under another one"
+        remedy = 'ms.MeshStrategy(axes={"data": -1, "model": 4}); or leave layout out'
+        raise ValueError(explain("Variable", f"{name}: layout", expected=expected, got=got, remedy=remedy))
+    if layout is not None and own:
+        expected = "none for an ON_READ variable, of which each replica has its own"
+        raise ValueError(explain("Variable", f"{name}: layout", expected=expected, got=repr(layout)))
     if grid is None or own:
-        if layout is not None:
-            expected, got = "none for an ON_READ variable, of which each replica has its own", repr(layout)
-            remedy = ""
-            if grid is None:
-                expected, got = "a strategy with a mesh, for a layout", f"{layout!r} under another one"
-                remedy = 'ms.MeshStrategy(axes={"data": -1, "model": 4}); or leave layout out'
-            raise ValueError(explain("Variable", f"{name}: layout", expected=expected, got=got, remedy=remedy))
         return None
     part = Part(grid, shape, (None,) * len(shape) if layout is None else layout, name)
     if part.split and constrained:

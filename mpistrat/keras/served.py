@@ -236,6 +236,7 @@ class ServedUpdate:
         self._rule.exclude_from_weight_decay([v for weight, v in kept if not optimizer._use_weight_decay(weight)])
         self._slots = rule.slots_of(optimizer)
         self._there: list[np.ndarray] = []  # the servers' weights, as this rank last saw them
+        self._count = [id(variable) for variable in optimizer.variables].index(id(optimizer.iterations))
 
     # steps, on workers
 
@@ -262,9 +263,8 @@ class ServedUpdate:
         """Return JAX's new weights and slots."""
         import jax.numpy as jnp
 
-        slots, optimizer = list(slots), self._optimizer
-        count = [id(variable) for variable in optimizer.variables].index(id(optimizer.iterations))
-        slots[count] = slots[count] + 1
+        slots = list(slots)
+        slots[self._count] = slots[self._count] + 1
         return [jnp.array(array) for array in self.step(gradients, range(len(gradients)))], slots
 
     # epochs, on all ranks

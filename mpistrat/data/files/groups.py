@@ -16,7 +16,7 @@ from ..shards.files import OTHER_SUFFIXES, SUFFIXES, PathLike, natural_key
 from ..shards.objects import Refused, Unreadable, check_filters, field_of, find, find_group
 from ..spec import ArraySpec
 from .handles import open_hdf5_files
-from .inputs import Fields, input_files, left_out_words, names_in, other_files_words, structure_of
+from .inputs import Fields, input_files, left_out_words, names_in, structure_of
 from .stored import StoredHDF5
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ class GroupSamples(FileSamples):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self._structure = structure_of("from_groups", "fields", fields)
-        paths, self._other_files = input_files("from_groups", files, SUFFIXES, options, OTHER_SUFFIXES)
+        self._given = input_files("from_groups", files, SUFFIXES, options, OTHER_SUFFIXES)
         shared = open_hdf5_files()
-        self._files = [StoredHDF5("from_groups", path, shared) for path in paths]
+        self._files = [StoredHDF5("from_groups", path, shared) for path in self._given.paths]
         self._samples: list[tuple[int, str]] = []  # the file and the name of each group
         self._names = names_in(self._structure) if self._structure is not None else []
         self._left_out: dict[str, str] = {}
@@ -107,9 +107,7 @@ class GroupSamples(FileSamples):
     def describe(self) -> str:
         fields = ", ".join(f"{name} {spec}" for name, spec in self._specs.items())
         others = [f"{name} ({why})" for name, why in self._left_out.items()]
-        where = (
-            f"{counted(len(self._files), 'file')} in {self._files[0].path.parent}{other_files_words(self._other_files)}"
-        )
+        where = self._given.words("file")
         return f"from_groups: {where}, {counted(len(self), 'sample')} of {fields}{left_out_words(others)}"
 
 

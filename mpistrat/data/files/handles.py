@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from .remote import RemoteRanges, StoredPath
 
-
 __all__ = [
     "DAMAGED",
     "NOT_UTF8",

@@ -26,7 +26,7 @@ from ..spec import ArraySpec
 from ..stats import StageStats
 from .choice import READERS, choose_reader, chunk_starts
 from .handles import check_mpi_io, open_hdf5_files
-from .inputs import other_files_words
+from .inputs import others_words
 from .remote import StoredPath
 from .storage import Contiguous, Storage
 
@@ -307,7 +307,7 @@ class HDF5Rows(InputRows):
     def describe(self) -> str:
         opened = self._opened
         count = len(self.paths)
-        where = f"HDF5Dataset: {counted(count, 'file')} in {self._folder}{other_files_words(self._files.left_out)}"
+        where = f"HDF5Dataset: {counted(count, 'file')} in {self._folder}{others_words(self._files.left_out)}"
         if opened and opened.skipped:
             where = f"{where} ({len(opened.skipped)} of {count} files skipped)"
         if opened is None:

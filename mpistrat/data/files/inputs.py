@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from ...base import nest
 from ...base.errors import ShardError, explain
-from ...base.text import shortened
+from ...base.text import counted, shortened
 from ..shards.files import PathLike, left_out_files, natural_key
 from .remote import RemotePath, StoredPath, remote_files, stored_path
 
-__all__ = ["Fields", "InputFiles", "input_files", "left_out_words", "names_in", "other_files_words", "structure_of"]
+__all__ = ["Fields", "InputFiles", "input_files", "left_out_words", "names_in", "others_words", "structure_of"]
 
 _NAMED = 5  # fields that are named in a text
 
@@ -26,6 +26,10 @@ class InputFiles(NamedTuple):
 
     paths: list[StoredPath]
     left_out: tuple[str, ...]
+
+    def words(self, kind: str) -> str:
+        """Return their number, directory and the others in it, for a description; `kind` is a noun."""
+        return f"{counted(len(self.paths), kind)} in {self.paths[0].parent}{others_words(self.left_out)}"
 
 
 def input_files(
@@ -87,11 +91,11 @@ def left_out_words(fields: Iterable[str]) -> str:
     return f"; left out: {shortened(names, _NAMED)}" if names else ""
 
 
-def other_files_words(names: Sequence[str]) -> str:
+def others_words(names: Sequence[str]) -> str:
     """Return the end of a description of files, about the others in their directory; "" without any.
 
     Example:
-        >>> other_files_words(["notes.txt"]), other_files_words([])
+        >>> others_words(["notes.txt"]), others_words([])
         (' (left out: notes.txt)', '')
     """
     return f" (left out: {shortened(names, _NAMED)})" if names else ""

@@ -20,7 +20,7 @@ from ..shards.files import PathLike
 from ..shards.objects import Refused, check_filters, find
 from ..spec import ArraySpec, stacked_nbytes
 from .handles import DAMAGED, ShardFile, open_hdf5
-from .inputs import Fields, input_files, left_out_words, names_in, other_files_words, structure_of
+from .inputs import Fields, input_files, left_out_words, names_in, others_words, structure_of
 from .remote import RemotePath, StoredPath, refuse_url
 from .units import FieldFiles, StoredField
 
@@ -403,7 +403,7 @@ class NetCDFFiles(FieldFiles):
     def describe(self) -> str:
         paths = [file.status.path for file in self._files]
         where = str(paths[0]) if len(paths) == 1 else f"{counted(len(paths), 'file')} in {paths[0].parent}"
-        where += other_files_words(self._other_files)
+        where += others_words(self._other_files)
         fields = ", ".join(f"{name} {field.spec}" for name, field in self.fields.items())
         rows = len(next(iter(self.fields.values())))
         others = left_out_words(f"{name} ({why})" for name, why in self.left_out.items())

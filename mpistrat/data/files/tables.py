@@ -30,7 +30,7 @@ from ..spec import ArraySpec, row_nbytes
 from ..stats import StageStats
 from .columns import UnfitColumn, column_of, column_spec, kind_of, outer_column, to_numpy
 from .handles import OpenFiles, ShardFile
-from .inputs import Fields, InputFiles, input_files, left_out_words, names_in, other_files_words, structure_of
+from .inputs import Fields, InputFiles, input_files, left_out_words, names_in, structure_of
 from .remote import RemotePath, StoredPath, opened_to_scan
 from .units import empty_rows, place_rows, rows_of_units
 
@@ -302,7 +302,7 @@ class TableRows(InputRows):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self._structure = structure_of("from_tables", "columns", columns)
-        (self._paths, self._other_files), self._format = table_paths(files, format, options)
+        self._given, self._format = table_paths(files, format, options)
         self._lock = threading.Lock()
         self._kept = LastRead[dict[str, NDArray[Any]]](_KEPT)
         self._buffers = RowBuffers()
@@ -311,7 +311,7 @@ class TableRows(InputRows):
     @functools.cached_property
     def _tables(self) -> _OpenTables:
         names = None if self._structure is None else names_in(self._structure)
-        return _OpenTables(self._paths, self._format, names)
+        return _OpenTables(self._given.paths, self._format, names)
 
     def _open(self) -> _OpenTables:
         with self._lock:
@@ -365,7 +365,7 @@ class TableRows(InputRows):
 
     def _read(self, opened: _OpenTables, unit: int) -> dict[str, NDArray[Any]]:
         number, within = opened.units[unit]
-        where = f"{self._paths[number]}: unit {within}"
+        where = f"{self._given.paths[number]}: unit {within}"
         rows = opened.files[number].rows[within]
         try:
             status = opened.status[number]
@@ -401,21 +401,19 @@ class TableRows(InputRows):
         """
         opened = self._open()
         text = repr(
-            ([path.name for path in self._paths], opened.starts.tolist(), sorted(opened.specs.items(), key=str))
+            ([path.name for path in self._given.paths], opened.starts.tolist(), sorted(opened.specs.items(), key=str))
         )
         hasher = hashlib.sha256(text.encode())
-        for path in self._paths:
+        for path in self._given.paths:
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - _ENDS))
                 hasher.update(file.read())
         return short_digest(hasher)
 
     def describe(self) -> str:
-        opened, count = self._open(), len(self._paths)
+        opened = self._open()
         fields = ", ".join(f"{name} {spec}" for name, spec in opened.specs.items())
         others = [f"{name} ({why})" for name, why in opened.left_out.items()]
-        where = (
-            f"{counted(count, f'{self._format} file')} in {self._paths[0].parent}{other_files_words(self._other_files)}"
-        )
+        where = self._given.words(f"{self._format} file")
         units = counted(len(opened.units), "unit")
         return f"from_tables: {where}, {opened.starts[-1]} rows in {units} of {fields}{left_out_words(others)}"

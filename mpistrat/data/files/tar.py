@@ -19,7 +19,7 @@ from ..nodes.samples import FileSamples
 from ..shards.files import PathLike
 from .decoders import Decoder, check_used, checked_decoders, decoder_of, keys_of
 from .handles import ShardFile
-from .inputs import Fields, input_files, left_out_words, names_in, other_files_words, structure_of
+from .inputs import Fields, input_files, left_out_words, names_in, structure_of
 from .remote import StoredPath, opened_to_scan
 from .stored import StoredBytes
 
@@ -125,15 +125,15 @@ class TarSamples(FileSamples):
         self._structure = structure_of("from_tar", "fields", fields)
         given = checked_decoders("from_tar", decode or {})
         chosen = {_extension(name): decoder for name, decoder in given.items()}
-        paths, self._other_files = input_files("from_tar", files, (".tar",), options, _COMPRESSED)
-        self._bytes = StoredBytes("from_tar", [ShardFile.of(path, "from_tar") for path in paths])
+        self._given = input_files("from_tar", files, (".tar",), options, _COMPRESSED)
+        self._bytes = StoredBytes("from_tar", [ShardFile.of(path, "from_tar") for path in self._given.paths])
         self._names: list[str] = []
         self._left_out: set[str] = set()
         if self._structure is not None:
             self._names = [name for name in names_in(self._structure) if name != _KEY]
         self._keys: list[str] = []
         self._files, self._places = array("q"), array("q")
-        for number, path in enumerate(paths):
+        for number, path in enumerate(self._given.paths):
             for key, members in _samples(path):
                 self._add(number, path, key, members)
         if self._structure is None:
@@ -187,7 +187,6 @@ class TarSamples(FileSamples):
         return self._bytes.fingerprint(hasher.digest())
 
     def describe(self) -> str:
-        paths = self._bytes.paths
-        where = f"{counted(len(paths), 'tar file')} in {paths[0].parent}{other_files_words(self._other_files)}"
+        where = self._given.words("tar file")
         fields = f"{', '.join(self._names) or _KEY}{left_out_words(sorted(self._left_out))}"
         return f"from_tar: {where}, {counted(len(self), 'sample')} of {fields}"

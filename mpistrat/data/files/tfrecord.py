@@ -21,7 +21,7 @@ from ..spec import ArraySpec, spec_of_element
 from .decoders import Decoder, check_used, checked_decoders
 from .examples import features_of, required
 from .handles import ShardFile
-from .inputs import Fields, input_files, left_out_words, names_in, other_files_words, structure_of
+from .inputs import Fields, input_files, left_out_words, names_in, structure_of
 from .remote import StoredPath, opened_to_scan
 from .stored import StoredBytes
 
@@ -87,10 +87,10 @@ class RecordSamples(FileSamples):
     ) -> None:  # fmt: skip
         self._decoders = checked_decoders("from_tfrecord", decode or {})
         self._specs, names = _specs_and_names(features)
-        paths, self._other_files = input_files("from_tfrecord", files, _ENDINGS, options)
-        self._bytes = StoredBytes("from_tfrecord", [ShardFile.of(path, "from_tfrecord") for path in paths])
+        self._given = input_files("from_tfrecord", files, _ENDINGS, options)
+        self._bytes = StoredBytes("from_tfrecord", [ShardFile.of(path, "from_tfrecord") for path in self._given.paths])
         self._files, self._places = array("q"), array("q")
-        for number, path in enumerate(paths):
+        for number, path in enumerate(self._given.paths):
             for place in _places(path):
                 self._files.append(number)
                 self._places.extend(place)
@@ -176,9 +176,8 @@ class RecordSamples(FileSamples):
         return self._bytes.fingerprint(hasher.digest())
 
     def describe(self) -> str:
-        paths = self._bytes.paths
         fields = [f"{name} {self._specs.get(name, '')}".strip() for name in self._names]
-        where = f"{counted(len(paths), 'TFRecord file')} in {paths[0].parent}{other_files_words(self._other_files)}"
+        where = self._given.words("TFRecord file")
         return f"from_tfrecord: {where}, {counted(len(self), 'record')} of {', '.join(fields)}{left_out_words(self._left_out)}"
 
 

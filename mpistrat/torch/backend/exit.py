@@ -9,6 +9,7 @@ nothing tells when it is done, so it is left some time (without that, 1 in 5 run
 from __future__ import annotations
 
 import atexit
+import functools
 import threading
 import time
 import weakref
@@ -35,14 +36,10 @@ def end_at_exit(owner: Threaded) -> None:
     _owners.add(owner)
 
 
+@functools.cache
 def wait_for_gloo_at_exit() -> None:
     """Leave the interpreter's lock to gloo's workers at the exit of the interpreter, once."""
-    atexit.unregister(_wait)
-    atexit.register(_wait)
-
-
-def _wait() -> None:
-    time.sleep(_FREED)
+    atexit.register(time.sleep, _FREED)
 
 
 def _end() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -68,11 +68,8 @@ def test_several_places_and_threads() -> None:
                 if ahead.read(start, start + 5000, fetch) != CONTENT[start : start + 5000]:
                     wrong.append(start)
 
-    threads = [threading.Thread(target=read, args=(thread,)) for thread in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(read, range(2)))
     assert not wrong
     assert len(fetch.requests) < 1200 / 4
 
