@@ -210,6 +210,11 @@ class Part:
         self.box = Box(self.whole_shape, self._box(grid.at).ranges, self.elements)
 
     @property
+    def slices(self) -> tuple[Any, ...]:
+        """The box as an index of the whole array."""
+        return self.box.slices
+
+    @property
     def whole_size(self) -> int:
         """Number of elements of the whole."""
         return math.prod(self.whole_shape)

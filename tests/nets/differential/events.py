@@ -91,7 +91,7 @@ def happen(run: Run, segment: int, event: str) -> None:
         else:
             if writes(run):
                 handle.assign(
-                    new[handle.part.box.slices] if run.spec["kind"] == "Mesh" and handle.part is not None else new
+                    new[handle.part.slices] if run.spec["kind"] == "Mesh" and handle.part is not None else new
                 )
             for world in worlds:
                 world.weights[name] = new.astype(np.float64)

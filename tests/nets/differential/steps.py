@@ -148,7 +148,7 @@ def take_step(run: Run, plan: dict[str, Any], parts: Any, args: Any) -> list[np.
         weight, losses, gradients = 1 / (max(size, 1) * workers), np.zeros(len(ids)), {}
         for name in names:
             handle, variable = run.made[name], variables[name]
-            where = handle.part.box.slices if spec["kind"] == "Mesh" and handle.part is not None else ...
+            where = handle.part.slices if spec["kind"] == "Mesh" and handle.part is not None else ...
             p, q = variable["p"][where], variable["q"][where]
             factor = weight * scales[variable["optimizer"]]
             if variable["table"] is not None:

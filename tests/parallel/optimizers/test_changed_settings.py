@@ -216,7 +216,7 @@ def test_every_setting_counts_from_the_next_step_on(world, monkeypatch):
             right = expected(kind, first, changes)
             if not getattr(strategy, "is_server", False):
                 for variable, value in zip(variables, right.weights, strict=True):
-                    own = value if variable.part is None else value[variable.part.box.slices]
+                    own = value if variable.part is None else value[variable.part.slices]
                     np.testing.assert_allclose(variable.numpy(), own, rtol=1e-9, atol=1e-12, err_msg=name)
             if optimizer.use_ema:
                 for variable, average in zip(variables, right.averages, strict=True):
