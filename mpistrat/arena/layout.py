@@ -193,6 +193,8 @@ class Part:
         shape: shape of the part, the same on every rank.
         split: True if the part is not the whole.
         box: the part of this rank.
+        slices: the box as an index of the whole array.
+        whole_size: number of elements of the whole.
     """
 
     def __init__(self, grid: Grid, whole_shape: Sequence[int], layout: Sequence[str | None], name: str) -> None:
@@ -208,16 +210,7 @@ class Part:
         self.split = self.shape != self.whole_shape
         self._boxes: dict[tuple[int, ...], Box] = {}
         self.box = Box(self.whole_shape, self._box(grid.at).ranges, self.elements)
-
-    @property
-    def slices(self) -> tuple[Any, ...]:
-        """The box as an index of the whole array."""
-        return self.box.slices
-
-    @property
-    def whole_size(self) -> int:
-        """Number of elements of the whole."""
-        return math.prod(self.whole_shape)
+        self.slices, self.whole_size = self.box.slices, self.box.whole_size
 
     @functools.cached_property
     def holders(self) -> list[int]:
