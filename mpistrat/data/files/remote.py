@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import hashlib
 import io
@@ -317,11 +318,14 @@ class RemotePath:
             self._first.require_same(self._function, status.file)
         return status
 
-    def open(
-        self, mode: str = "rb", buffering: int = -1, block: int = _BLOCK, under_lock: bool = False
-    ) -> RemoteStream:
+    def open(self, mode: str = "rb", buffering: int = -1, block: int = _BLOCK) -> RemoteStream:
         """Open it for reading, in blocks that are kept. See `RemoteStream`."""
-        return RemoteStream(RemoteRanges(self, self.check().st_size), block, under_lock)
+        return RemoteStream(RemoteRanges(self, self.check().st_size), block)
+
+    def open_for_hdf5(self) -> RemoteStream:
+        """Open it for h5py, which reads it under its lock."""
+        _collect_beside_h5py()
+        return self.open()
 
 
 @final
@@ -441,13 +445,11 @@ class RemoteStream(io.RawIOBase):
     Args:
         ranges: reads the file.
         block: the bytes of a block.
-        under_lock: whether h5py reads it, under its lock: garbage of h5py that fsspec's thread frees would wait for the lock
-            forever, so none is collected meanwhile.
     """
 
-    def __init__(self, ranges: RemoteRanges, block: int, under_lock: bool) -> None:
+    def __init__(self, ranges: RemoteRanges, block: int) -> None:
         super().__init__()
-        self._ranges, self._block, self._under_lock = ranges, block, under_lock
+        self._ranges, self._block = ranges, block
         self._position = 0
         self._kept = LastRead[bytes](max(_KEPT, 2 * block))
 
@@ -470,21 +472,14 @@ class RemoteStream(io.RawIOBase):
         start, stop = self._position, min(self._position + len(out), self._ranges.size)
         if start >= stop:
             return 0
-        collects = self._under_lock and gc.isenabled()
-        if collects:
-            gc.disable()
-        try:
-            blocks = range(start // self._block, (stop - 1) // self._block + 1)
-            found = {number: kept for number in blocks if (kept := self._kept.get(number)) is not None}
-            for first, last in _runs(number for number in blocks if number not in found):
-                found.update(self._read(first, last))
-            for number in blocks:
-                low, high = max(start, number * self._block), min(stop, (number + 1) * self._block)
-                offset = low - number * self._block
-                out[low - start : high - start] = found[number][offset : offset + high - low]
-        finally:
-            if collects:
-                gc.enable()
+        blocks = range(start // self._block, (stop - 1) // self._block + 1)
+        found = {number: kept for number in blocks if (kept := self._kept.get(number)) is not None}
+        for first, last in _runs(number for number in blocks if number not in found):
+            found.update(self._read(first, last))
+        for number in blocks:
+            low, high = max(start, number * self._block), min(stop, (number + 1) * self._block)
+            offset = low - number * self._block
+            out[low - start : high - start] = found[number][offset : offset + high - low]
         self._position = stop
         return stop - start
 
@@ -501,6 +496,32 @@ class RemoteStream(io.RawIOBase):
     def close(self) -> None:
         self._ranges.close()
         super().close()
+
+
+@functools.cache
+def _collect_beside_h5py() -> None:
+    """Keep fsspec's threads from waiting for h5py's lock, which they need to free garbage of h5py.
+
+    A thread that reads a remote file within HDF5 has the lock and waits for them. So they collect with the lock, or nothing.
+    """
+    from h5py._objects import phil
+
+    locked = False
+
+    def collect(phase: str, _: Any) -> None:
+        nonlocal locked
+        if not threading.current_thread().name.startswith(("fsspecIO", "asyncio_")):
+            return
+        if phase == "start":
+            locked = phil.acquire(blocking=False)
+            if not locked:
+                gc.freeze()  # this collection finds no objects
+        elif locked:
+            phil.release()
+        else:
+            gc.unfreeze()
+
+    gc.callbacks.append(collect)
 
 
 def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:

@@ -345,26 +345,41 @@ def test_a_program_that_ends_with_open_files(tmp_path: Path, server: RangeServer
 
 
 def test_garbage_of_h5py_does_not_block(tmp_path: Path, server: RangeServer) -> None:
-    """fsspec's thread frees it while the reading thread has h5py's lock and waits for fsspec."""
+    """fsspec's thread collects it while the thread that reads has h5py's lock; and at each allocation, before and after."""
     written("hdf5", tmp_path / "remote/files")
     dataset = ms.data.HDF5Dataset(f"{server.url}/files/")
     done = threading.Event()
 
+    def leave_garbage() -> None:
+        with h5py.File(tmp_path / "remote/files" / dataset.node.paths[0].name) as file:
+            ring: list[Any] = [file["x"]]
+            ring.append(ring)
+
+    async def collect() -> int:
+        return gc.collect()
+
     def read() -> None:
+        handles.open_hdf5(dataset.node.paths[0]).close()
+        for locked in (True, False):
+            leave_garbage()
+            with h5py._objects.phil if locked else contextlib.nullcontext():
+                found = fsspec.asyn.sync(fsspec.asyn.get_loop(), collect)
+            assert (found == 0) == locked
         kept = gc.get_threshold()
         try:
             gc.set_threshold(1, 1, 1)  # each allocation collects
             for _ in range(20):
-                with h5py.File(tmp_path / "remote/files" / dataset.node.paths[0].name) as file:
-                    ring: list[Any] = [file["x"]]
-                    ring.append(ring)
+                leave_garbage()
                 handles.open_hdf5(dataset.node.paths[0]).close()
         finally:
             gc.set_threshold(*kept)
         done.set()
 
-    threading.Thread(target=read, daemon=True).start()
-    assert done.wait(60)
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert done.is_set()
+    assert gc.get_freeze_count() == 0
 
 
 def test_s3(tmp_path: Path) -> None:
