@@ -7,7 +7,6 @@ from typing import Any
 import jax
 
 from ..base import context
-from ..base.types import Quality
 
 __all__ = ["key"]
 
@@ -25,7 +24,7 @@ def key(seed: int) -> Any:
     replica = strategy.extended.sync_topology.replica_offset
     if frame.replica is not None:
         replica = frame.replica.replica_id_in_sync_group
-    if strategy.extended.placement.lacks(Quality.COMMON_STEPS):  # workers number their own replicas
+    if not strategy.extended.common_steps:  # workers number their own replicas
         workers = (strategy.worker_index or 0) // strategy.workers_in_sync
         replica += workers * strategy.num_replicas_in_sync
     return jax.random.fold_in(jax.random.key(seed), replica)

@@ -513,9 +513,11 @@ def _size(values: np.ndarray) -> float:
 
 def _gathered(ranks: Any, data: bytes) -> list[bytes]:
     """Return each rank's bytes. Collective over the ranks of a strategy, or of a group of torch.distributed."""
-    extended = getattr(ranks, "extended", None)
-    if extended is None:
-        return list(ranks.all_gather_object(data))
-    group = extended.process_group
-    with group.collective("ms.shadow"):
-        return list(group.all_gather_bytes(data))
+    group = ranks.extended.process_group
+
+    def gather() -> list[bytes]:
+        """Return them. Collective."""
+        with group.collective("ms.shadow"):
+            return list(group.all_gather_bytes(data))
+
+    return list(group.in_order("ms.shadow", gather))

@@ -17,7 +17,7 @@ from ..base.cores import limit_new_libraries
 from ..base.distributed_values import PerReplica, regroup, select_replica
 from ..base.errors import ContextError, explain
 from ..base.options import CommunicationOptions
-from ..base.types import Quality, ReduceOp
+from ..base.types import ReduceOp
 from ..cluster.topology import Topology
 from ..comm.arrays import as_array
 from ..cross_device.collectives import Collectives
@@ -368,7 +368,7 @@ def in_step(strategy: Any, function: Callable[[], Any], name: str, remedy: str) 
     """
     if stepping(strategy):
         function()
-    elif len(strategy.extended.replicas) == 1 and not strategy.extended.placement.lacks(Quality.COMMON_STEPS):
+    elif len(strategy.extended.replicas) == 1 and strategy.extended.common_steps:
         strategy.run(function)
     else:
         expected, got = "a call in a step", "one outside of strategy.run, with several local replicas or servers"

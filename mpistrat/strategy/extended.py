@@ -16,7 +16,7 @@ from ..base.distributed_values import DistributedValues, Mirrored, regroup, sele
 from ..base.errors import ClosedError, ContextError, explain
 from ..base.global_batch import Ledger
 from ..base.options import CommunicationOptions, StepOptions
-from ..base.types import ReduceOp
+from ..base.types import Quality, ReduceOp
 from ..cluster.topology import Topology
 from ..comm.process_group import ProcessGroup
 from ..cross_device.collectives import PLAIN, Collectives, as_scalar
@@ -467,6 +467,16 @@ class StrategyExtended(OtherNames):
             self.process_group.close()
             self.topology.close()
 
+    @property
+    def first_worker(self) -> int:
+        """The first rank that takes steps."""
+        return self.placement.first_worker
+
+    @property
+    def common_steps(self) -> bool:
+        """True if all ranks take each step together, False if workers have their own batches."""
+        return not self.placement.lacks(Quality.COMMON_STEPS)
+
     # TensorFlow 1
 
     _other_names = EXTENDED
@@ -475,7 +485,7 @@ class StrategyExtended(OtherNames):
     @property
     def should_checkpoint(self) -> bool:
         """True if this rank writes checkpoints that are not collective: on the chief, else the first worker."""
-        return self.topology.rank == self.placement.first_worker
+        return self.topology.rank == self.first_worker
 
     should_save_summary = should_checkpoint
 

@@ -111,8 +111,7 @@ def span(name: str) -> AbstractContextManager[None]:
 
 def process_group_of(strategy: Any, function: str) -> ProcessGroup:
     """Return the group of the ranks of a strategy, or of torch.distributed: see `context.ranks_of`."""
-    found = context.ranks_of(strategy, function)
-    group: ProcessGroup = getattr(found, "extended", found).process_group
+    group: ProcessGroup = context.ranks_of(strategy, function).extended.process_group
     return group
 
 

@@ -15,7 +15,6 @@ from typing import Any, final
 from ..base.errors import explain
 from ..base.log import logger
 from ..base.masks import plain_array
-from ..base.types import Quality
 from .weights import assign_from_file, weights_of
 
 __all__ = [
@@ -63,9 +62,8 @@ class Loop:
             optimizer: one of `ms.optimizers`, or of torch.
         """
         self.strategy, self.optimizer = strategy, optimizer
-        placement = strategy.extended.placement if hasattr(strategy, "extended") else None  # ranks of torch.distributed
-        self.first = 0 if placement is None else int(placement.first_worker)
-        self.in_step = placement is None or not placement.lacks(Quality.COMMON_STEPS)
+        self.first = int(strategy.extended.first_worker)
+        self.in_step = bool(strategy.extended.common_steps)
         self.tells = bool(strategy.rank == self.first)
         self.epoch = self.step = 0
         self.stop_training = False

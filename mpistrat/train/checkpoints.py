@@ -23,7 +23,6 @@ from ..base.arguments import integer
 from ..base.environment import RESTART_EXIT_CODE
 from ..base.errors import CollectiveMismatchError, ContextError, SharedMemoryError, by_rank, explain
 from ..base.log import logger
-from ..base.types import Quality
 from ..data.files.remote import is_url
 from ..state.extra import has_state, state_of_text, text_of_state
 from ..state.writing import Saving
@@ -393,7 +392,7 @@ class Checkpoints:
             [1.0, 5.0, 9.0, 1.0, 5.0, 9.0]
         """
         strategy = self.strategy
-        if not hasattr(strategy, "run") or strategy.extended.placement.lacks(Quality.COMMON_STEPS):
+        if not hasattr(strategy, "run") or not strategy.extended.common_steps:
             expected, got = "a strategy whose ranks have the same batches", type(strategy).__name__
             raise ContextError(explain("Checkpoints.batches", "strategy", expected=expected, got=got))
         notes = self.restore_latest() or {"step": 0, "epoch": 0, "position": None, "lists": {}, "random": ()}

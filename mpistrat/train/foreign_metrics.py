@@ -12,7 +12,6 @@ import numpy as np
 from ..base import agree, context
 from ..base.errors import ContextError, explain
 from ..base.metric_state import MetricAdapter, MetricState
-from ..base.types import Quality
 
 __all__ = ["FUNCTION", "ForeignMetric", "adapt", "load_notes", "merged", "notes_of", "results_of"]
 
@@ -162,7 +161,7 @@ def _form(column: Sequence[MetricState]) -> _Form:
 def _of_replicas(strategy: Any, value: Any) -> dict[int, Any]:
     """Return the values of the ranks that count, by rank: of a replica on several ranks the first. Collective."""
     replica = strategy.extended.replicas[0].replica_id_in_sync_group
-    table, seen, all_count = {}, set(), bool(strategy.extended.placement.lacks(Quality.COMMON_STEPS))
+    table, seen, all_count = {}, set(), not strategy.extended.common_steps
     for rank, (number, theirs) in enumerate(strategy.all_gather_object((replica, value))):
         if all_count or number not in seen:  # workers that step alone are all replica 0
             table[rank] = theirs

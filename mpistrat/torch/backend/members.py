@@ -22,15 +22,24 @@ class GroupRanks:
 
     Attributes:
         process_group: the group of ranks.
+        first_worker: the first rank that takes steps.
+        common_steps: True, as all ranks take each step together.
         rank, size: this rank's number in the group, and the number of ranks.
         num_replicas_in_sync: the number of ranks, each of which has a replica of the model or a shard of one.
     """
+
+    first_worker, common_steps = 0, True
 
     def __init__(self, ranks: ProcessGroup, text: str) -> None:
         self.process_group, self._text = ranks, text
         self.rank, self.size = ranks.topology.rank, ranks.topology.size
         self.num_replicas_in_sync = self.size
         self._collectives = Collectives(ranks, "GroupRanks")
+
+    @property
+    def extended(self) -> GroupRanks:
+        """This object, which has what monitors read of a strategy's `extended`."""
+        return self
 
     def barrier(self, timeout: float | None = None, name: str | None = None) -> None:
         """Wait until every rank of the group arrives. Collective. See `Strategy.barrier`."""
