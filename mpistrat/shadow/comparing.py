@@ -12,7 +12,7 @@ import numpy as np
 from ..base.context import Parameter
 from ..base.errors import DifferenceError
 from ..base.text import counted, named, ranges, shortened
-from .folder import Folder, Point, RecordedStep, joint_digests, packed, unpacked
+from .folder import Folder, Point, RecordedStep, ShadowError, joint_digests, packed, unpacked
 from .samples import difference, sample_like, tolerance
 from .session import Replay, Session
 
@@ -223,7 +223,7 @@ class Comparing(Session):
         replies = [self._read(data) for data in _gathered(ranks, self._sent())]
         errors = [error for _, error in replies if error]
         if errors:
-            raise ValueError(errors[0])
+            raise ShadowError(errors[0])
         if self._step is None:
             if self.folder.ended():
                 text = f"one process ended after {counted(self.number - 1, 'step')}, the ranks have more"
@@ -265,7 +265,7 @@ class Comparing(Session):
             text = f"the ranks ended after {counted(report.steps, 'step')}, one process took {recorded} or more"
             raise self._found(self._of_count(self.number, list(range(report.ranks)), text))
         if not report.points and not report.rows:
-            raise ValueError(
+            raise ShadowError(
                 f"{self.folder.function}: nothing was compared in {counted(report.steps, 'step')}: {report}"
             )
         report.whole = self.number <= self.steps and self.folder.ended()

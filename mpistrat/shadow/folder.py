@@ -14,10 +14,14 @@ import numpy as np
 from ..base.errors import explain
 from ..base.files import replacing
 
-__all__ = ["Folder", "Point", "RecordedPass", "RecordedStep", "joint_digests", "packed", "unpacked"]
+__all__ = ["Folder", "Point", "RecordedPass", "RecordedStep", "ShadowError", "joint_digests", "packed", "unpacked"]
 
 _FORMAT = 1
 _END = "end.json"
+
+
+class ShadowError(ValueError):
+    """A run that cannot be recorded or compared."""
 
 
 class Point(NamedTuple):
@@ -136,25 +140,25 @@ class Folder:
         """Return a recorded step; None if the recorded run had fewer.
 
         Raises:
-            ValueError: nothing was recorded, or by another version, or a file is damaged.
+            ShadowError: nothing was recorded, or by another version, or a file is damaged.
         """
         path = self._of(number)
         if not path.exists():
             if number == 1:
                 remedy = "Record on one process first: mpistrat shadow does, or ms.shadow.record"
                 got = f"a folder without one: {self.path}"
-                raise ValueError(explain(self.function, "folder", expected="a recorded run", got=got, remedy=remedy))
+                raise ShadowError(explain(self.function, "folder", expected="a recorded run", got=got, remedy=remedy))
             return None
         try:
             meta, arrays = unpacked(path.read_bytes())
         except (zipfile.BadZipFile, KeyError, EOFError, ValueError) as error:
             got, remedy = f"a damaged one: {path}: {error}", "Record again"
-            raise ValueError(
+            raise ShadowError(
                 explain(self.function, "folder", expected="a recorded step", got=got, remedy=remedy)
             ) from error
         if meta["format"] != _FORMAT:
             got = f"format {meta['format']}: {path}"
-            raise ValueError(explain(self.function, "folder", expected=f"format {_FORMAT}", got=got))
+            raise ShadowError(explain(self.function, "folder", expected=f"format {_FORMAT}", got=got))
         points = [Point(*each) for each in meta["points"]]
         passes = [
             RecordedPass(order, names, arrays[f"rows{index}"]) for index, (order, names) in enumerate(meta["passes"])

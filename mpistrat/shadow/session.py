@@ -17,7 +17,7 @@ from ..base.context import Observer, Parameter
 from ..base.distributed_values import DistributedValues
 from ..base.errors import explain
 from ..base.types import Quality
-from .folder import Folder, Point, RecordedPass, RecordedStep
+from .folder import Folder, Point, RecordedPass, RecordedStep, ShadowError
 from .samples import difference, epsilon_of, host, row_digests, sample, sample_like
 
 __all__ = ["Recording", "Replay", "Rounding", "Session"]
@@ -132,10 +132,10 @@ class Session(Observer):
             self.end(strategy, parameters)
 
     def check(self, strategy: Any) -> None:
-        """Raise ValueError for a strategy whose replicas are not its ranks.
+        """Raise ShadowError for a strategy whose replicas are not its ranks.
 
         Raises:
-            ValueError: several replicas on a rank, several ranks of a replica, or parameter servers.
+            ShadowError: several replicas on a rank, several ranks of a replica, or parameter servers.
         """
         placement = strategy.extended.placement
         lacking = placement.lacks(Quality.COMMON_STEPS)
@@ -143,7 +143,7 @@ class Session(Observer):
             got = lacking or f"{strategy.num_replicas_in_sync} on {strategy.size} ranks"
             remedy = "Run the program with one device on each rank, without servers or a mesh that divides a replica"
             expected = "one replica on each rank"
-            raise ValueError(explain("ms.shadow", "", expected=expected, got=got, remedy=remedy))
+            raise ShadowError(explain("ms.shadow", "", expected=expected, got=got, remedy=remedy))
 
     @staticmethod
     def variables_of(strategy: Any) -> list[Parameter]:
@@ -209,7 +209,7 @@ class Session(Observer):
         """End the session at its last step, or at the end of the program. Local.
 
         Raises:
-            ValueError: it has seen no step.
+            ShadowError: it has seen no step.
         """
         if self.done:
             return
@@ -217,7 +217,7 @@ class Session(Observer):
         if self.number == 1:
             why = "".join(f". Not seen were {each}, {reason}" for each, reason in self._unseen.items())
             half = ". A step started, and no optimizer ended it" if self.begun else ""
-            raise ValueError(
+            raise ShadowError(
                 f"{self.folder.function}: the program took no step that ms.shadow sees{half}{why}. Steps are those of "
                 "ms.optimizers in strategy.run, of torch.optim, and of Keras models of ms.keras.distribute, inside a strategy "
                 "or DDP, after the session has started. Check that the program trains: a strategy's scope, or "
@@ -276,7 +276,7 @@ class _OfOneProcess(Session):
         super().check(strategy)
         if strategy.size > 1:
             got = f"{strategy.size} ranks"
-            raise ValueError(explain("ms.shadow", "", expected="one process, of which the run is recorded", got=got))
+            raise ShadowError(explain("ms.shadow", "", expected="one process, of which the run is recorded", got=got))
 
 
 @final
@@ -348,7 +348,7 @@ class Rounding(_OfOneProcess):
             _round(each, self._random)
 
     def _check_start(self, parameters: Sequence[Parameter]) -> None:
-        """Raise ValueError unless the program starts with the recorded parameters."""
+        """Raise ShadowError unless the program starts with the recorded parameters."""
         for each in parameters:
             known, found = self._known.get(f"{_START.format(each.name)} #1"), host(each.value)
             if known is None or found is None:
@@ -358,8 +358,8 @@ class Rounding(_OfOneProcess):
             if mine is None or difference(mine.values, values).any():
                 raise self._other(f"parameter {each.name} starts with other numbers")
 
-    def _other(self, what: str) -> ValueError:
-        return ValueError(
+    def _other(self, what: str) -> ShadowError:
+        return ShadowError(
             f"{self.folder.function}: two runs of the program on one process differ: {what}. Nothing can be compared with such "
             "a program. Seed its random numbers: of weights, of the order of rows (keras.utils.set_random_seed, "
             "torch.manual_seed, np.random.seed)"

@@ -11,7 +11,7 @@ from ..base.programs import put_on_path, run_program
 from ..cluster.launcher_variables import launched_rank
 from .comparing import Comparing
 from .contexts import installed
-from .folder import Folder
+from .folder import Folder, ShadowError
 from .session import Recording, Rounding, Session
 
 __all__ = ["main"]
@@ -39,9 +39,7 @@ def main(words: list[str]) -> None:
             stack.push(lambda kind, error, trace: _report(session, error))
             stack.enter_context(installed(session))
             run_program(program)
-    except ValueError as error:
-        if not str(error).startswith(f"{_FUNCTION}: "):
-            raise
+    except ShadowError as error:
         if launched_rank() in (None, 0):  # no error of the program, which all ranks have
             print(error, file=sys.stderr, flush=True)
         sys.exit(1)

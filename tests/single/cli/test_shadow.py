@@ -61,6 +61,14 @@ def test_a_program_whose_batches_are_those_of_a_rank(wrong, tmp_path):
         assert "mpistrat shadow: 3 steps on 2 ranks equal the recorded run on one process: 9 tensors compared" in said
 
 
+def test_an_error_of_shadow_has_no_traceback(tmp_path):
+    two = PROGRAM.replace("WorkerMirroredStrategy()", "WorkerMirroredStrategy(devices=['cpu:0', 'cpu:1'])")
+    status, said = shadowed(tmp_path, two, "-n", "2", "train.py", "4")
+    assert status == 1 and "expected one replica on each rank, got 2 on 1 ranks" in said and "Traceback" not in said, (
+        said
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
