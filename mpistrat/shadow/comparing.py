@@ -386,7 +386,7 @@ class Comparing(Session):
         """Compare the sums of the ranks' gradients."""
         assert self._step is not None
         found: _Finding | None = None
-        differ = 0
+        differ: list[int] = []
         points = [place for place, point in enumerate(self._step.points) if point.kind == "sum"]
         for place in () if self._blind else points:
             parts = [reply.gradients.get(str(place)) for reply in replies]
@@ -398,27 +398,35 @@ class Comparing(Session):
             self._note(f"sum of {point.operation}", far, limit, values)
             if far <= limit:
                 continue
-            differ += 1
+            differ.append(place)
             if found is None:
                 text = f"differs by {far:.2g} in its sum over the ranks, where rounding explains {limit:.1g}"
                 found = _Finding(place, point.operation, range(len(parts)), text)
         if found is None:
             return []
-        ranks, why = self._explain(replies, points)
-        text = f"{found.text}; so do {differ} of {counted(len(points), 'gradient')}. {why}"
+        ranks, why = self._explain(replies, differ)
+        text = f"{found.text}; {len(differ)} of {counted(len(points), 'gradient')} differ. {why}"
         return [found._replace(text=text, ranks=ranks or found.ranks)]
 
     def _explain(self, replies: Sequence[_Reply], points: Sequence[int]) -> tuple[list[int], str]:
-        """Return the ranks whose gradients count too much or too little, and how much, by least squares."""
+        """Return the ranks whose gradients count too much or too little, and how much, by least squares.
+
+        Args:
+            replies: of the ranks.
+            points: the gradients that differ. Those that are equal may have other shares.
+        """
         assert self._step is not None
         size = len(replies)
+        rows = np.array([sum(each.shape[1] for each in reply.rows.values()) for reply in replies])
         columns = [np.concatenate([self._part(reply, place) for place in points]) for reply in replies]
         recorded = np.concatenate([self._step.values[place] for place in points])
-        zero = [rank for rank, column in enumerate(columns) if not column.any()]
-        if zero and len(zero) < size:
-            return zero, f"{named('rank', zero)} adds zeros"
         matrix = np.stack(columns, 1)
-        if not np.isfinite(matrix).all() or not recorded.any():
+        odd = {"NaN or infinity": ~np.isfinite(matrix).all(0), "zeros": ~matrix.any(0) & ((rows > 0) | ~rows.any())}
+        for what, found in odd.items():
+            ranks = np.flatnonzero(found).tolist()
+            if 0 < len(ranks) < size:
+                return ranks, f"{named('rank', ranks)} add{'s' * (len(ranks) == 1)} {what}"
+        if not (np.isfinite(matrix).all() and np.isfinite(recorded).all() and recorded.any()):
             return [], ""
         shares, _, independent, _ = np.linalg.lstsq(matrix, recorded, rcond=1e-4)
         if independent < size or np.linalg.norm(matrix @ shares - recorded) > _CLOSE * np.linalg.norm(recorded):
@@ -426,13 +434,12 @@ class Comparing(Session):
             if np.linalg.norm(matrix.sum(1) - ratio * recorded) <= _CLOSE * np.linalg.norm(ratio * recorded):
                 return [], _times(ratio, size)
             return [], "It is no multiple of one process's: look at the loss, and at what follows the last equal output"
-        rows = np.array([sum(each.shape[1] for each in reply.rows.values()) for reply in replies])
         if size > 1 and rows.all() and np.allclose(shares, rows / rows.sum(), rtol=_CLOSE):
             return [], f"{_OWN_ROWS} ({', '.join(map(str, rows))})"
         if shares.max() - shares.min() < _CLOSE * abs(shares).max():
             return [], _times(1 / float(shares.mean()), size)
         wrong = [rank for rank, share in enumerate(shares) if abs(share - 1) > _CLOSE]
-        each = ", ".join(f"rank {rank}'s {1 / shares[rank]:.3g} times" for rank in wrong if shares[rank])
+        each = ", ".join(f"rank {rank}'s {1 / shares[rank]:.3g} times" for rank in wrong if abs(shares[rank]) > _CLOSE)
         return wrong, f"It has {each} what it should be" if each else ""
 
     def _part(self, reply: _Reply, place: int) -> np.ndarray:

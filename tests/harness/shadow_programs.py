@@ -11,6 +11,7 @@ import numpy as np
 import mpistrat as ms
 
 STEPS = 6
+ONE_GRADIENT = {"one skipped": 0.0, "one thrice": 3.0, "one NaN": np.nan}  # a factor of the last rank's
 
 
 def recorded(folder: Any, train: Callable[[Any], None], comm: Any, **options: Any) -> None:
@@ -128,6 +129,8 @@ class Net:
                     gradients = [0 * each for each in gradients]
                 if fault == "twice" and strategy.rank == last:
                     gradients = [2 * each for each in gradients]
+                if fault in ONE_GRADIENT and strategy.rank == last:
+                    gradients[2] = ONE_GRADIENT[fault] * gradients[2]
                 gradients = [each.astype(self.dtype) for each in gradients]
                 if self.sums:
                     gradients = ms.get_replica_context().all_reduce("SUM", gradients)
