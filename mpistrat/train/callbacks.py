@@ -26,7 +26,8 @@ __all__ = [
     "ModelCheckpoint",
     "ReduceLROnPlateau",
     "TerminateOnNaN",
-    "is_number",
+    "item_of",
+    "number_of",
     "plain",
 ]
 
@@ -48,11 +49,12 @@ class Loop:
         step: the number of steps so far, in all epochs.
         stop_training: set by a callback to stop.
         folder: of the checkpoints, a URL of an object store as text; None without any.
+        validates: False in an epoch of `Trainer.fit` that has no validation, by `validation_freq`.
         ended: False in `on_train_end` after an error, or if a restarted program resumes training.
     """
 
     folder: Path | str | None = None
-    ended = True
+    ended = validates = True
 
     def __init__(self, strategy: Any, optimizer: Any = None) -> None:
         """Create a loop.
@@ -130,6 +132,10 @@ class Callback:
         """Load a result of `state`."""
 
 
+# in names of results that are better the larger they are: of Keras's metrics and those of this package
+_RISING = ("acc", "auc", "precision", "recall", "f1", "fbeta", "r2_", "io_u", "iou", "similarity", "correlation")
+
+
 @final
 class _Best:
     """The best result so far."""
@@ -137,22 +143,25 @@ class _Best:
     def __init__(self, function: str, monitor: str, mode: str, min_delta: float) -> None:
         if mode not in ("auto", "min", "max"):
             raise ValueError(explain(function, "mode", expected="auto, min or max", got=repr(mode)))
-        rises = mode == "max" or (
-            mode == "auto" and any(word in monitor for word in ("acc", "auc", "precision", "recall"))
-        )
+        rises = mode == "max" or (mode == "auto" and any(word in monitor.lower() for word in _RISING))
         self._function, self._monitor, self._sign = function, monitor, 1.0 if rises else -1.0
         self._min_delta = abs(min_delta)
         self.value = -self._sign * math.inf
 
-    def takes(self, logs: Logs) -> bool:
-        """Return whether this epoch's result is the best so far, and store it if so.
+    def has(self, loop: Loop, logs: Logs) -> bool:
+        """Return whether this epoch has the result; one without validation has none of validation.
 
         Raises:
             ValueError: there is no such result.
         """
-        if self._monitor not in logs:
+        known = self._monitor in logs
+        if not known and (loop.validates or not self._monitor.startswith("val_")):
             text = explain(self._function, "monitor", expected=f"one of {', '.join(logs)}", got=repr(self._monitor))
             raise ValueError(text)
+        return known
+
+    def takes(self, logs: Logs) -> bool:
+        """Return whether this epoch's result is the best so far, and store it if so."""
         value = float(logs[self._monitor])
         better = self._sign * (value - self.value) > self._min_delta
         if better:
@@ -251,7 +260,7 @@ class EarlyStopping(Callback):
             raise ValueError(text)
 
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
-        if loop.epoch < self._start:
+        if loop.epoch < self._start or not self._best.has(loop, logs):
             return
         if self._best.takes(logs):
             self.best_epoch, self._waited = loop.epoch, 0
@@ -323,7 +332,7 @@ class ModelCheckpoint(Callback):
         self._best.value = state["best"]
 
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
-        if not self._best_only or self._best.takes(logs):
+        if not self._best_only or (self._best.has(loop, logs) and self._best.takes(logs)):
             path = os.path.join(self._begun_in, self._path.format(epoch=loop.epoch + 1, **logs))
             self._waiting[path] = {"epoch": loop.epoch, "logs": plain(logs)}
         self._save(loop)
@@ -368,6 +377,8 @@ class ReduceLROnPlateau(Callback):
         self._best.value, self._waited, self._cooling = state["best"], state["waited"], state["cooling"]
 
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
+        if not self._best.has(loop, logs):
+            return
         if self._cooling:
             self._cooling -= 1
             self._waited = 0
@@ -397,7 +408,7 @@ class TerminateOnNaN(Callback):
     """A stop after an epoch with a result that is not finite."""
 
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
-        broken = [name for name, value in logs.items() if is_number(value) and not math.isfinite(value)]
+        broken = [name for name, value in logs.items() if not math.isfinite(number_of(value) or 0)]
         if broken:
             loop.stop_training = True
             if loop.tells:
@@ -406,9 +417,20 @@ class TerminateOnNaN(Callback):
 
 def plain(logs: Logs) -> dict[str, Any]:
     """Convert results to values for JSON."""
-    return {name: plain_array(value, "callbacks", name).tolist() for name, value in logs.items()}
+    return {name: plain_array(item_of(value), "callbacks", name).tolist() for name, value in logs.items()}
 
 
-def is_number(value: Any) -> bool:
-    """Return whether a result is one number."""
-    return isinstance(value, (int, float))
+def number_of(value: Any) -> float | None:
+    """Return a result that is one number, also of NumPy, torch or JAX; None for any other.
+
+    Example:
+        >>> number_of(np.float32(0.5)), number_of([0.5]), number_of("0.5")
+        (0.5, None, None)
+    """
+    found = item_of(value)
+    return float(found) if isinstance(found, (int, float)) else None
+
+
+def item_of(value: Any) -> Any:
+    """Return the element of an array or tensor without dimensions, and any other value as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value

@@ -16,7 +16,7 @@ from typing import Any, final
 
 from ..base.errors import MissingDependencyError, explain
 from ..base.text import encoded
-from .callbacks import Callback, Logs, Loop, is_number
+from .callbacks import Callback, Logs, Loop, item_of, number_of
 from .warn_once import RunError, WarnOnce
 
 __all__ = ["Logger", "MLflow", "Prometheus", "WandB", "named_in_utf8"]
@@ -80,7 +80,8 @@ class Logger(Callback, abc.ABC):
 
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
         self.on_train_begin(loop)
-        values = {name: float(value) for name, value in named_in_utf8(logs).items() if is_number(value)}
+        found = {name: number_of(value) for name, value in named_in_utf8(logs).items()}
+        values = {name: value for name, value in found.items() if value is not None}
         rate = loop.rate()
         self.record(values if rate is None else {**values, "learning_rate": rate}, loop, loop.epoch)
 
@@ -98,8 +99,8 @@ class Logger(Callback, abc.ABC):
 
 
 def named_in_utf8(logs: Logs) -> dict[str, Any]:
-    """Return results with names that are valid UTF-8."""
-    return {encoded(name).decode(): value for name, value in logs.items()}
+    """Return results with names that are valid UTF-8; arrays without dimensions as numbers."""
+    return {encoded(name).decode(): item_of(value) for name, value in logs.items()}
 
 
 def _module(owner: str, module: str, remedy: str) -> ModuleType:

@@ -24,7 +24,7 @@ from ..base.log import logger
 from ..base.terminal import progress_bar, reaches_terminal
 from ..base.text import displayable
 from ..timeline import save
-from .callbacks import Callback, Logs, Loop, is_number, plain
+from .callbacks import Callback, Logs, Loop, number_of, plain
 from .loggers import Logger, named_in_utf8
 from .warn_once import WarnOnce
 
@@ -232,7 +232,8 @@ class Progress(Callback):
 def _word(name: str, value: Any) -> str:
     if name == _SPEED:
         return f"{value:,.0f} samples/s"
-    return f"{name} {value:.4g}" if is_number(value) else f"{name} {value}"
+    number = number_of(value)
+    return f"{name} {value}" if number is None else f"{name} {number:.4g}"
 
 
 @final
@@ -254,8 +255,8 @@ class TensorBoard(Logger):
         self.writer: Any = None
 
     def open(self, loop: Loop) -> None:
-        # Hides what an interrupted run wrote after this step.
-        self.writer = _summary_writer(self.recording)(self._folder, purge_step=loop.epoch if loop.step else None)
+        # Hides what an interrupted run wrote after this step. Epochs have smaller numbers.
+        self.writer = _summary_writer(self.recording)(self._folder, purge_step=loop.step + 1 if loop.step else None)
 
     def metrics(self, values: Mapping[str, float], step: int, epoch: int | None) -> None:
         for name, value in values.items():

@@ -331,7 +331,8 @@ class Trainer:
                     self._save()
                     break
                 loop.step = begun + count if count else loop.step  # also on ranks without batches
-                self._end_epoch(validation_data if (loop.epoch + 1) % validation_freq == 0 else None)
+                loop.validates = validation_data is None or (loop.epoch + 1) % validation_freq == 0
+                self._end_epoch(validation_data if loop.validates else None)
                 self._taken, begun = 0, loop.step
                 over = loop.stop_training or reached or loop.epoch + 1 == last
                 if over:

@@ -20,6 +20,21 @@ from mpistrat.train.warn_once import WarnOnce
 t = ms.train
 
 
+RISING = (
+    "val_f1_score",
+    "fbeta_score",
+    "r2_score",
+    "mean_io_u",
+    "io_u",
+    "cosine_similarity",
+    "pearson_correlation",
+    "concordance_correlation",
+    "val_auc",
+    "top_k_categorical_accuracy",
+    "F1",
+)  # as Keras's metrics of these names
+
+
 def loop(rate=None):
     optimizer = None if rate is None else ms.optimizers.SGD(rate)
     return t.Loop(ms.get_strategy(), optimizer)
@@ -47,6 +62,8 @@ def epochs(callback, values, name="val_loss", rate=None):
         ({"monitor": "accuracy"}, "accuracy", [0.1, 0.5, 0.4], 2),
         ({"monitor": "x", "mode": "max"}, "x", [1, 2, 3], None),
         ({"start_from_epoch": 2}, "val_loss", [1, 2, 3, 4], 3),
+        *(({"monitor": name}, name, [0.1, 0.5, 0.4], 2) for name in RISING),
+        *(({"monitor": name}, name, [0.4, 0.5], 1) for name in ("val_hinge", "mean_squared_error", "kl_divergence")),
     ],
 )
 def test_early_stopping(settings, name, values, expected):
@@ -436,3 +453,42 @@ def test_an_error_of_a_collective_is_not_taken_for_one_of_the_record(caplog):
     with pytest.raises(ms.errors.CollectiveTimeoutError), WarnOnce("the trace", OSError):
         raise ms.errors.CollectiveTimeoutError("rank 1 did not come")
     assert not caplog.records
+
+
+def test_numbers_of_other_libraries_are_results(tmp_path):
+    class Numbers(t.Logger):
+        def open(self, loop):
+            self.seen = []
+
+        def metrics(self, values, step, epoch):
+            self.seen.append(values)
+
+    numbers, text = Numbers("numbers"), io.StringIO()
+    state, table = loop(), t.CSVLogger(tmp_path / "log.csv")
+    logs = {"a": np.float32(0.5), "b": np.array(2), "c": np.float64("nan"), "d": np.ones(2), "e": "text"}
+    for callback in (numbers, t.Progress(file=text), table):
+        callback.on_epoch_begin(state)
+        callback.on_epoch_end(state, logs)
+    assert str(numbers.seen) == "[{'a': 0.5, 'b': 2.0, 'c': nan}]"
+    assert text.getvalue().startswith("epoch 1: a 0.5, b 2, c nan, d [1. 1.], e text")
+    t.TerminateOnNaN().on_epoch_end(state, {"a": np.float32("inf")})
+    assert state.stop_training
+
+
+@pytest.mark.parametrize(
+    "kind", [t.EarlyStopping, t.ReduceLROnPlateau, lambda: t.ModelCheckpoint("x.h5", save_best_only=True)]
+)
+def test_epochs_without_validation_do_not_count(kind, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with ms.OneDeviceStrategy() as strategy:
+        with strategy.scope():
+            loss, optimizer = t.Mean("loss"), ms.optimizers.SGD(1.0)
+        data = strategy.distribute_dataset(ms.data.from_arrays(np.ones(4)).batch(2))
+        trainer = t.Trainer(
+            strategy, loss.update_state, loss.update_state, metrics=[loss], optimizer=optimizer, callbacks=[kind()]
+        )
+        history = trainer.fit(data, 6, validation_data=data, validation_freq=2)
+        # the second validation is no better than the first
+        assert len(history["loss"]) == (4 if kind is t.EarlyStopping else 6)
+        with pytest.raises(ValueError, match="monitor: expected one of loss, got 'val_loss'"):
+            t.Trainer(strategy, loss.update_state, metrics=[loss], callbacks=[kind()]).fit(data)
