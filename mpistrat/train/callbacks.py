@@ -6,6 +6,8 @@ decisions; those by a clock or by chance follow the first rank (`Loop.agree`).
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -47,7 +49,7 @@ class Loop:
         in_step: True if all ranks take each step together, False if workers have their own batches.
         epoch: the number of the epoch, from 0.
         step: the number of steps so far, in all epochs.
-        stop_training: set by a callback to stop.
+        stop_training: set by a callback to stop after the epoch.
         folder: of the checkpoints, a URL of an object store as text; None without any.
         validates: False in an epoch of `Trainer.fit` that has no validation, by `validation_freq`.
         ended: False in `on_train_end` after an error, or if a restarted program resumes training.
@@ -189,10 +191,7 @@ class _BestWeights:
         if loop.folder is None:
             self._copies = [(variable, variable.numpy()) for variable in weights_of(loop.strategy)]
         else:
-            path = self._path(loop)
-            if loop.strategy.rank == 0:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            loop.strategy.save(path)
+            _save(loop, self._path(loop))
 
     def restore(self, loop: Loop) -> None:
         """Assign the weights."""
@@ -333,8 +332,14 @@ class ModelCheckpoint(Callback):
 
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
         if not self._best_only or (self._best.has(loop, logs) and self._best.takes(logs)):
-            path = os.path.join(self._begun_in, self._path.format(epoch=loop.epoch + 1, **logs))
-            self._waiting[path] = {"epoch": loop.epoch, "logs": plain(logs)}
+            numbers = {name: item_of(value) for name, value in logs.items()}
+            try:
+                name = self._path.format(**{**numbers, "epoch": loop.epoch + 1})
+            except (LookupError, TypeError, ValueError) as error:
+                expected = f"a name with {{epoch}} and these results: {', '.join(logs)}"
+                got = f"{self._path!r}: {error!r}"
+                raise ValueError(explain("ModelCheckpoint", "filepath", expected=expected, got=got)) from error
+            self._waiting[os.path.join(self._begun_in, name)] = {"epoch": loop.epoch, "logs": plain(logs)}
         self._save(loop)
 
     def on_step_end(self, loop: Loop) -> None:
@@ -346,7 +351,7 @@ class ModelCheckpoint(Callback):
     def _save(self, loop: Loop) -> None:
         if self._waiting and not loop.strategy.nodes_differ:
             for path, extra in self._waiting.items():
-                loop.strategy.save(loop.strategy.broadcast_object(path), extra)  # ranks may be in other folders
+                _save(loop, Path(loop.strategy.broadcast_object(path)), extra)  # ranks may be in other folders
             self._waiting.clear()
 
 
@@ -394,13 +399,18 @@ class ReduceLROnPlateau(Callback):
 
 @final
 class LearningRateScheduler(Callback):
-    """A learning rate for each epoch, by a function of the epoch and the rate."""
+    """A learning rate for each epoch, by a function of the epoch, or of the epoch and the rate."""
 
-    def __init__(self, schedule: Callable[[int, float], float]) -> None:
-        self._schedule = schedule
+    def __init__(self, schedule: Callable[..., float]) -> None:
+        self._schedule, self._count = schedule, 2
+        with contextlib.suppress(ValueError):  # a function of C without a signature
+            try:
+                inspect.signature(schedule).bind(0, 0.0)
+            except TypeError:
+                self._count = 1
 
     def on_epoch_begin(self, loop: Loop) -> None:
-        loop.set_rate(float(self._schedule(loop.epoch, loop.rate() or 0.0)))
+        loop.set_rate(float(self._schedule(*(loop.epoch, loop.rate() or 0.0)[: self._count])))
 
 
 @final
@@ -413,6 +423,14 @@ class TerminateOnNaN(Callback):
             loop.stop_training = True
             if loop.tells:
                 logger.warning("TerminateOnNaN: epoch %d: %s is not finite", loop.epoch, ", ".join(broken))
+
+
+def _save(loop: Loop, path: Path, extra: dict[str, Any] | None = None) -> None:
+    """Save the strategy's state, in a new folder if there is none. Collective."""
+    if loop.strategy.rank == 0:
+        with contextlib.suppress(OSError):  # which `save` raises on all ranks
+            path.parent.mkdir(parents=True, exist_ok=True)
+    loop.strategy.save(path, extra)
 
 
 def plain(logs: Logs) -> dict[str, Any]:

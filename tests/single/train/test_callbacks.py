@@ -93,6 +93,13 @@ def test_the_rate_falls_on_a_plateau(settings, values, expected):
     assert rates == pytest.approx(expected)
 
 
+def test_a_scheduler_may_take_the_epoch_alone():
+    _, rates = epochs(t.LearningRateScheduler(lambda epoch: 6.0 / (epoch + 1)), [0, 0, 0], rate=1.0)
+    assert rates == [6.0, 3.0, 2.0]
+    _, rates = epochs(t.LearningRateScheduler(max), [0, 0], rate=0.5)
+    assert rates == [0.5, 1.0]
+
+
 def test_a_scheduler_sets_the_rate_of_each_epoch():
     _, rates = epochs(t.LearningRateScheduler(lambda epoch, rate: rate / (epoch + 1)), [0, 0, 0], rate=6.0)
     assert rates == [6, 3, 1]
@@ -492,3 +499,18 @@ def test_epochs_without_validation_do_not_count(kind, monkeypatch, tmp_path):
         assert len(history["loss"]) == (4 if kind is t.EarlyStopping else 6)
         with pytest.raises(ValueError, match="monitor: expected one of loss, got 'val_loss'"):
             t.Trainer(strategy, loss.update_state, metrics=[loss], callbacks=[kind()]).fit(data)
+
+
+def test_a_checkpoint_makes_its_folder_and_refuses_unknown_results(tmp_path):
+    logs = {"loss": np.float32(0.5)}
+    with ms.OneDeviceStrategy() as strategy, strategy.scope():
+        ms.Variable(1.0, name="w")
+        state = t.Loop(strategy)
+        t.ModelCheckpoint(tmp_path / "new" / "{epoch:02d}" / "{loss:.2f}.h5").on_epoch_end(state, logs)
+        assert (tmp_path / "new" / "01" / "0.50.h5").exists()
+        for name in ("{acc:.2f}.h5", "{loss:d}.h5", "{}.h5"):
+            with pytest.raises(ValueError, match="filepath: expected a name with {epoch} and these results: loss, got"):
+                t.ModelCheckpoint(tmp_path / name).on_epoch_end(state, logs)
+        (tmp_path / "file").write_text("")
+        with pytest.raises(OSError, match=r"file.*x\.h5"):
+            t.ModelCheckpoint(tmp_path / "file" / "x.h5").on_epoch_end(state, logs)
