@@ -135,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add(parser: argparse.ArgumentParser, group: Group) -> None:
     """Add a group's commands to its parser."""
     parser.set_defaults(group=parser)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="subcommand")
     for name, where in group.commands.items():
         module, _, attribute = where.partition(":")
         command: Command | Group = getattr(importlib.import_module(f"mpistrat.cli.{module}"), attribute)

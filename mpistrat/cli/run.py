@@ -34,25 +34,26 @@ __all__ = ["COMMAND", "program_of", "strategy_arguments"]
 
 def program_of(args: argparse.Namespace) -> list[str]:
     """Return the program's words: a module or file of Python behind this interpreter, any other program as it is."""
+    function = f"mpistrat {args.subcommand}"
     if args.module:
         if args.program:
             got = shlex.join(args.program)
-            raise ValueError(explain("mpistrat run", "-m", expected="options before -m, all else after", got=got))
+            raise ValueError(explain(function, "-m", expected="options before -m, all else after", got=got))
         return [sys.executable, "-m", *args.module]
     words = args.program[1:] if args.program[:1] == ["--"] else args.program
     if not words:
-        raise ValueError(explain("mpistrat run", "program", expected="a program, or -m and a module", got="none"))
+        raise ValueError(explain(function, "program", expected="a program, or -m and a module", got="none"))
     path = Path(words[0])
     if path.suffix == ".py" or path.is_dir():
         if not path.exists():
-            raise ValueError(explain("mpistrat run", "program", expected="a file that is there", got=words[0]))
+            raise ValueError(explain(function, "program", expected="a file that is there", got=words[0]))
         return [sys.executable, *words]
     found = shutil.which(words[0])
     if found is not None:
         return [found, *words[1:]]
     if path.is_file():
         return [sys.executable, *words]
-    raise ValueError(explain("mpistrat run", "program", expected="a file, or a program on PATH", got=words[0]))
+    raise ValueError(explain(function, "program", expected="a file, or a program on PATH", got=words[0]))
 
 
 _count = whole(1, MOST_RANKS - 1)

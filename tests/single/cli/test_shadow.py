@@ -73,8 +73,8 @@ def test_an_error_of_shadow_has_no_traceback(tmp_path):
     ("words", "text"),
     [
         (["true"], "program: expected a program of Python"),
-        (["none.py"], "program: expected a file that is there, got none.py"),
-        ([], "expected a program, or -m and a module, got none"),
+        (["none.py"], "mpistrat shadow: program: expected a file that is there, got none.py"),
+        ([], "mpistrat shadow: program: expected a program, or -m and a module, got none"),
     ],
 )
 def test_wrong_use(words, text, capsys):
