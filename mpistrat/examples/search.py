@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -28,39 +28,32 @@ if TYPE_CHECKING:
 __all__ = ["GroupTrial", "digits", "main", "search"]
 
 COMPLETE, PRUNED, FAILED = "complete", "pruned", "failed"
-#: Trains under a strategy of the group, and returns the value to minimize.
-Objective = Callable[["GroupTrial", Any], float]
+#: Trains under a strategy of the group, and returns the value to minimize, or several.
+Objective = Callable[["GroupTrial", Any], float | Sequence[float]]
 
 
 @final
 class GroupTrial:
-    """A trial of Optuna on all ranks of a group. Its methods are Optuna's, and collective over the group."""
+    """A trial of Optuna on all ranks of a group. Its methods and attributes are Optuna's, and collective over the group."""
 
     def __init__(self, trial: optuna.Trial | None, strategy: Any) -> None:
         """Set the trial, None but on the first rank, and the strategy of the group."""
         self._trial, self._strategy = trial, strategy
 
-    def suggest_float(self, name: str, low: float, high: float, *, log: bool = False) -> float:
-        return float(self._call("suggest_float", name, low, high, log=log))
+    def __getattr__(self, name: str) -> Any:
+        """Return the first rank's attribute, or a function that calls its method. Collective."""
+        import optuna
 
-    def suggest_int(self, name: str, low: int, high: int) -> int:
-        return int(self._call("suggest_int", name, low, high))
+        if callable(getattr(optuna.Trial, name)):
+            return lambda *args, **settings: self._of_first(lambda trial: getattr(trial, name)(*args, **settings))
+        return self._of_first(lambda trial: getattr(trial, name))
 
-    def suggest_categorical(self, name: str, choices: list[Any]) -> Any:
-        return self._call("suggest_categorical", name, choices)
-
-    def report(self, value: float, step: int) -> None:
-        self._call("report", value, step)
-
-    def should_prune(self) -> bool:
-        return bool(self._call("should_prune"))
-
-    def _call(self, method: str, *args: Any, **settings: Any) -> Any:
-        """Return the first rank's result, or raise its error, on all ranks."""
+    def _of_first(self, call: Callable[[optuna.Trial], Any]) -> Any:
+        """Return the first rank's result, or raise its error, on all ranks. Collective."""
         result = error = None
         if self._trial is not None:
             try:
-                result = getattr(self._trial, method)(*args, **settings)
+                result = call(self._trial)
             except Exception as raised:
                 error = raised
         result, error = self._strategy.broadcast_object((result, error))
@@ -117,13 +110,15 @@ def search(world: Any, objective: Objective, trials: int, ranks_per_trial: int, 
     return found
 
 
-def _ended(strategy: Any, objective: Objective, trial: GroupTrial) -> tuple[float | None, set[str]]:
+def _ended(strategy: Any, objective: Objective, trial: GroupTrial) -> tuple[Any, set[str]]:
     """Run an objective; return its value, if all ranks have one, and how it ended on them. Collective over the group."""
     import optuna
 
-    value, end = None, COMPLETE
+    value: Any = None
+    end = COMPLETE
     try:
-        value = float(objective(trial, strategy))
+        found = objective(trial, strategy)
+        value = [float(each) for each in found] if isinstance(found, Sequence) else float(found)
     except optuna.TrialPruned:
         end = PRUNED
     except Exception as error:

@@ -81,3 +81,24 @@ def test_groups_of_ranks_train_trials_at_once(mpi_tmp_path):
         more, by_rank = run(len(PLANNED) + 3)
         assert more[: len(PLANNED)] == found and len(more) == len(PLANNED) + 3, "a second run adds what is missing"
         assert len(by_rank[0]) + len(by_rank[2]) == len(more)
+
+
+@pytest.mark.ranks(2)
+def test_a_trial_has_what_optunas_has(mpi_tmp_path):
+    optuna = pytest.importorskip("optuna", reason="pip install optuna")
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    from mpistrat.examples.search import search
+
+    def objective(trial, strategy):
+        trial.suggest_float("rate", 0.0, 1.0, step=0.25)
+        rows = trial.suggest_int("rows", 1, 64, log=True)
+        trial.set_user_attr("seen", trial.number)
+        with pytest.raises(AttributeError):
+            trial.no_such_name()
+        return trial.params["rate"], np.float32(rows)
+
+    with ms.MultiWorkerMirroredStrategy() as world:
+        study = search(world, objective, 3, 2, mpi_tmp_path / "log", directions=["minimize", "maximize"])
+        if study is not None:
+            for number, one in enumerate(study.trials):
+                assert one.values == [one.params["rate"], one.params["rows"]] and one.user_attrs == {"seen": number}
