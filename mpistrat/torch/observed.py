@@ -129,7 +129,7 @@ class _Modules:
         if not inputs:
             return False
         self._name_parameters(module)
-        parameters = [self._known_parameters[id(each)] for each in module.parameters() if each.requires_grad]
+        parameters = [self._known_parameters[id(each)] for _, each in _parameters_of(module) if each.requires_grad]
         session, self._known = self._session, _generators()
         inside = context.has_strategy() and context.get_replica_context() is not None
         kept = {_memory(each) for each in self._outputs}
@@ -147,7 +147,7 @@ class _Modules:
 
     def _name_parameters(self, module: torch.nn.Module) -> None:
         """Name the parameters of a model; those of further models get its number."""
-        new = [(name, each) for name, each in module.named_parameters() if id(each) not in self._known_parameters]
+        new = [(name, each) for name, each in _parameters_of(module) if id(each) not in self._known_parameters]
         self._models += bool(new)
         more = f" of model {self._models}" if self._models > 1 else ""
         self._known_parameters |= {id(each): Parameter(_plain(name) + more, each) for name, each in new}
@@ -221,6 +221,12 @@ class _Modules:
             each for key, each in mine.items() if key not in self._known_parameters
         ]  # of no module that was called
         return [*found, *(Parameter(f"{place} without a module", each) for place, each in enumerate(others))]
+
+
+def _parameters_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a module's parameters by name, not the tensors that stand for them in a pass with a weight."""
+    for name, each in module.named_parameters():
+        yield name, getattr(each, "mpistrat_of", each)
 
 
 def _generators() -> torch.Tensor:

@@ -303,6 +303,7 @@ def _weigh_parameters(layers: list[torch.nn.Module], weight: Any) -> list[tuple[
     def weighed(parameter: torch.Tensor) -> torch.Tensor:
         if id(parameter) not in made:
             made[id(parameter)] = _Weigh.apply(parameter, weight)
+            made[id(parameter)].mpistrat_of = parameter  # type: ignore[attr-defined]
         return made[id(parameter)]
 
     for layer in layers:

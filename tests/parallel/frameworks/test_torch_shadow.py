@@ -217,3 +217,34 @@ def test_models_of_which_one_reads_the_others_outputs(mpi_tmp_path):
     found = first_difference(mpi_tmp_path, lambda ranks: train(ranks, 0.11), comm)
     assert found is not None
     assert (found.step, found.operation) == (2, "parameter 0.weight after the update"), str(found)
+
+
+@pytest.mark.ranks(2)
+def test_passes_with_a_weight_have_the_models_parameters(mpi_tmp_path):
+    """Unequal parts of a batch: tensors with the weight of the pass stand for parameters."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+
+    def train(ranks, factor=1.0):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+        rows = np.random.default_rng(0).normal(size=(STEPS * 5, 4)).astype(np.float32)
+        with ms.MultiWorkerMirroredStrategy(comm=ranks) as strategy:
+            with strategy.scope():
+                _, optimizer = ms.torch.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
+            for number, batch in enumerate(strategy.distribute_dataset(ms.data.from_arrays(rows).batch(5))):
+                optimizer.zero_grad()
+                model(torch.from_numpy(batch)).square().mean().backward()
+                optimizer.step()
+                if number == 2:
+                    with torch.no_grad():
+                        model[0].bias.mul_(factor if ranks.size == 1 or strategy.rank == 0 else 1.0)
+
+    recorded(mpi_tmp_path, train, comm)
+    with ms.shadow.compare(mpi_tmp_path, steps=STEPS) as report:
+        train(comm)
+    assert not report.left_out
+    found = first_difference(mpi_tmp_path, lambda ranks: train(ranks, 1.1), comm)
+    assert found is not None
+    assert (found.step, found.operation) == (4, "parameter 0.bias at the start of the step"), str(found)
