@@ -5,7 +5,6 @@ EvaluatorSplit: communicators of the training ranks and of the evaluator.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import os
@@ -33,7 +32,7 @@ from ..strategies import strategy_from_environment
 from ..strategy import OneDeviceStrategy, Strategy
 from ..train import Callback, Checkpoints, JSONLogger, Loop, Trainer
 from ..train.checkpoint_folders import newest_file
-from ..train.weights import assign_from_file, weights_of
+from ..train.weights import assign_from_file, expect_trainable, weights_of
 from ..variables import variable_creator_scope
 from .specs import EstimatorSpec, ModeKeys, RunConfig, WarmStartSettings, refuse_best_weights
 
@@ -360,7 +359,7 @@ class Estimator:
                 hook.prepare()
         self._warm_start()
         if len(self._specs) > 1:  # files of before another mode's first call lack the variables that only it creates
-            self.checkpoints.restore_file = functools.partial(self.strategy.restore, strict=False)
+            self.checkpoints.restore_file = self._restore_weights
         if steps is not None or length > 0:
             notes = self.checkpoints.restore_latest()
             begun = 0 if notes is None else notes["step"]
@@ -453,7 +452,19 @@ class Estimator:
             )
         # A model for evaluation does not need the file's optimizer, and may have other metrics.
         strict = bool(self._specs) and self._specs.keys() == {ModeKeys.TRAIN}
-        return int(strategy.restore(path, strict=strict)["step"])
+        return int((strategy.restore(path) if strict else self._restore_weights(path))["step"])
+
+    def _restore_weights(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Restore what a file has; it must have all trainable variables. Collective."""
+        strategy, error = self.strategy, None
+        if strategy.rank == 0:
+            try:
+                expect_trainable("Estimator", strategy, path)
+            except (OSError, ValueError) as found:
+                error = found
+        if (error := strategy.broadcast_object(error)) is not None:
+            raise error
+        return strategy.restore(path, strict=False)
 
     def export(self, path: str | os.PathLike[str]) -> Path:
         """Write the current variables as safetensors, for other programs. Collective. See `Strategy.export`."""

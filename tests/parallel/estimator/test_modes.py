@@ -120,3 +120,23 @@ def test_a_variable_of_another_shape_in_another_mode_is_refused(mpi_tmp_path):
         words = r"Estimator: model_fn: variable 'w': expected shape \(2,\), as model_fn gave it in another mode, got shape \(3,\)"
         with pytest.raises(ValueError, match=words):
             made.evaluate(held_out)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_file_without_the_models_weights_is_refused(mpi_tmp_path):
+    def other(features, labels, mode, params):
+        ms.Variable(np.zeros(features.shape[1:]), name=params["name"])
+        return model_fn(features, labels, mode, params)
+
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        estimator(mpi_tmp_path, strategy).train(lambda: dataset().repeat(), max_steps=5)
+    for start in (ModeKeys.EVAL, ModeKeys.PREDICT):
+        with ms.MultiWorkerMirroredStrategy() as strategy:
+            made = estimator(mpi_tmp_path, strategy, other)
+            made.params["name"] = "more"
+            with pytest.raises(
+                ValueError, match=r"step-0000000005.h5: expected 'more' with shape .*, got only Variable"
+            ):
+                made.evaluate(held_out) if start == ModeKeys.EVAL else made.predict(held_out)
+            with pytest.raises(ValueError, match="expected 'more'"):  # and not trained from its first weights
+                made.train(lambda: dataset().repeat(), max_steps=10)
