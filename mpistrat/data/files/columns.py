@@ -20,8 +20,12 @@ class UnfitColumn(Exception):
         self.remedy = remedy
 
 
-def column_spec(kind: Any) -> ArraySpec:
+def column_spec(kind: Any, first: ArraySpec | None = None) -> ArraySpec:
     """Return the spec of a row of a column of a pyarrow type.
+
+    Args:
+        kind: the type.
+        first: the spec of the column in another file, which a column of nulls only has, too.
 
     Raises:
         UnfitColumn: for structures, maps, decimals and others without an array.
@@ -29,13 +33,15 @@ def column_spec(kind: Any) -> ArraySpec:
     import pyarrow
 
     types = pyarrow.types
+    if first is not None and types.is_null(kind):
+        return first
     if types.is_dictionary(kind):
         return column_spec(kind.value_type)
+    if isinstance(kind, pyarrow.FixedShapeTensorType):
+        shape = tuple(kind.shape[axis] for axis in kind.permutation or range(len(kind.shape)))
+        return ArraySpec(shape, column_spec(kind.value_type).dtype)
     if isinstance(kind, pyarrow.BaseExtensionType):
-        shape = getattr(kind, "shape", None)
-        if shape is None:
-            return column_spec(kind.storage_type)
-        return ArraySpec(tuple(shape), column_spec(kind.value_type).dtype)
+        return column_spec(kind.storage_type)
     if types.is_fixed_size_list(kind) or types.is_list(kind) or types.is_large_list(kind):
         inner = column_spec(kind.value_type)
         if None in inner.shape or inner.dtype.hasobject:
@@ -60,6 +66,8 @@ def _path(schema: Any, name: str) -> tuple[str, list[str], Any] | None:
     """Return a column, the members of its structures, and their type that a name such as "pose.x" means; None if it has none."""
     import pyarrow
 
+    if schema.names.count(name) > 1:
+        raise UnfitColumn("several columns of this name")
     if name in schema.names:
         return name, [], schema.field(name).type
     parts = name.split(".")
@@ -78,7 +86,11 @@ def _path(schema: Any, name: str) -> tuple[str, list[str], Any] | None:
 
 
 def kind_of(schema: Any, name: str) -> Any:
-    """Return the pyarrow type of a column, or of a member of a structure such as "pose.x"; None if there is none."""
+    """Return the pyarrow type of a column, or of a member of a structure such as "pose.x"; None if there is none.
+
+    Raises:
+        UnfitColumn: several columns have the name.
+    """
     found = _path(schema, name)
     return None if found is None else found[2]
 
@@ -134,7 +146,13 @@ def to_numpy(column: Any, spec: ArraySpec) -> NDArray[Any]:
     if isinstance(array, pyarrow.ChunkedArray):  # of no chunk, or too large for one
         array = pyarrow.concat_arrays(array.chunks) if array.num_chunks else pyarrow.array([], array.type)
     if pyarrow.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
+        if not spec.dtype.hasobject:
+            array = array.dictionary_decode()
+        elif not array.null_count:  # pyarrow cannot decode views, such as those of polars
+            return to_numpy(array.dictionary, spec)[array.indices.to_numpy()]
+    if isinstance(array.type, pyarrow.FixedShapeTensorType) and array.type.permutation:
+        stored = to_numpy(array.storage, ArraySpec(tuple(array.type.shape), spec.dtype))
+        return np.ascontiguousarray(stored.transpose(0, *(axis + 1 for axis in array.type.permutation)))
     if isinstance(array.type, pyarrow.BaseExtensionType):
         array = array.storage
     if array.null_count and (spec.shape or spec.dtype.kind not in "fcmM"):
@@ -153,6 +171,8 @@ def _lists(array: Any, spec: ArraySpec) -> NDArray[Any]:
     values = array.flatten()
     if None not in spec.shape:
         while hasattr(values, "flatten") and hasattr(values.type, "value_type"):
+            if values.null_count:
+                raise UnfitColumn(f"{values.null_count} nulls of {len(values)} inner lists", _NULLS)
             values = values.flatten()
         flat = to_numpy(values, ArraySpec((), spec.dtype))
         return flat.reshape(len(array), *(length or 0 for length in spec.shape))

@@ -39,6 +39,7 @@ __all__ = ["FORMATS", "TableRows", "table_paths"]
 _KEPT = 1 << 26  # minimum cache of units, in bytes
 _KEPT_OPEN = 8  # files kept open: pyarrow may keep what it last read of each
 _SMALL = 1 << 16  # bytes of a block of a remote Arrow file, whose columns are divided by small headers
+_TEXT_BLOCK = 1 << 26  # bytes of text that are parsed at once: the longest row
 _ENDS = 1 << 16  # bytes at a file's end that ranks compare
 _OTHER_ENDINGS = (".tsv", ".psv", ".orc", ".avro", ".arrows", ".xlsx", ".json.gz", ".json.zst")  # of other tables
 
@@ -172,8 +173,10 @@ class _Text(_UnitFile, _UnitReader):
     def _table(self) -> Any:
         module = _pyarrow(self._module)
         packed = "gzip" if self._path.name.lower().endswith(".gz") else None
+        reading = module.ReadOptions(use_threads=False, block_size=_TEXT_BLOCK)
+        parsing = module.ParseOptions(newlines_in_values=True)
         with _source(self._path, whole=True) as source, _pyarrow("pyarrow").input_stream(source, packed) as text:
-            return getattr(module, self._function)(text, read_options=module.ReadOptions(use_threads=False))
+            return getattr(module, self._function)(text, read_options=reading, parse_options=parsing)
 
     def open(self, names: Sequence[str]) -> _UnitReader:
         self._columns = list(dict.fromkeys(outer_column(self.schema, name) for name in names))
@@ -262,10 +265,11 @@ class _OpenTables:
 
     def _compare(self, path: StoredPath, file: _UnitFile, first: StoredPath) -> None:
         for name, spec in self.specs.items():
-            kind = kind_of(file.schema, name)
-            if kind is None:
-                raise _error(path, f"a column {name!r}, as in {first}", f"columns {file.schema.names}")
-            found = column_spec(kind)
+            try:
+                kind = kind_of(file.schema, name)
+                found: object = f"the columns {file.schema.names}" if kind is None else column_spec(kind, spec)
+            except UnfitColumn as error:
+                found = error
             if found != spec:
                 remedy = "All files need the same types: write this one again, or name the columns that agree."
                 raise _error(path, f"{name!r} as {spec}, like {first}", f"{found}", remedy)
@@ -276,10 +280,10 @@ def _specs(path: StoredPath, schema: Any, names: Sequence[str] | None) -> tuple[
     specs: dict[str, ArraySpec] = {}
     left_out: dict[str, str] = {}
     for name in schema.names if names is None else names:
-        kind = kind_of(schema, name)
-        if kind is None:
-            raise _error(path, f"a column {name!r}", f"columns {schema.names}")
         try:
+            kind = kind_of(schema, name)
+            if kind is None:
+                raise _error(path, f"a column {name!r}", f"columns {schema.names}")
             specs[name] = column_spec(kind)
         except UnfitColumn as error:
             if names is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,35 @@ def test_files_of_text(tmp_path: Path) -> None:
     assert lines.rows([4])["list"][0].tolist() == [4.0, 0.5]
 
 
+def test_long_rows_of_text(tmp_path: Path) -> None:
+    """Lines within quotes, and rows that are longer than pyarrow's blocks of 1 MiB."""
+    words = [f"two\nlines, {row} " + "x" * 300_000 * (row % 7) for row in range(20)]
+    csv.write_csv(pa.table({"text": words}), tmp_path / "a.csv")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": word}, indent=1) + "\n" for word in words))
+    for name in ("a.csv", "a.jsonl"):
+        assert from_tables(tmp_path / name, "text").rows(range(20)).tolist() == words
+
+
+def test_dictionaries_of_views(tmp_path: Path) -> None:
+    """As polars writes categories."""
+    path = str(tmp_path / "a.arrow")
+    for kind, values in ((pa.string_view(), ["b", "a"]), (pa.binary_view(), [b"b", b"a"])):
+        column = pa.DictionaryArray.from_arrays(pa.array([1, 0, 1], pa.uint32()), pa.array(values, kind))
+        with pa.OSFile(path, "wb") as sink, pa.ipc.new_file(sink, pa.schema({"x": column.type})) as writer:
+            writer.write_table(pa.table({"x": column}))
+        assert from_tables(path, "x").rows([0, 1, 2]).tolist() == [values[1], values[0], values[1]]
+
+
+def test_tensors_whose_axes_are_permuted(folder: Path) -> None:
+    kind = pa.fixed_shape_tensor(pa.int32(), (2, 3), permutation=[1, 0])
+    stored = pa.FixedSizeListArray.from_arrays(pa.array(range(18), pa.int32()), 6)
+    tensors = pa.ExtensionArray.from_storage(kind, stored)
+    parquet.write_table(pa.table({"x": tensors}), folder / "b.parquet")
+    found = from_tables(folder / "b.parquet", "x").batch(3).peek()
+    assert found.tolist() == tensors.to_numpy_ndarray().tolist()
+    assert from_tables(folder / "b.parquet", "x").element_spec == ArraySpec((3, 2), "i4")
+
+
 def test_feather_of_pyarrow(tmp_path: Path) -> None:
     feather.write_feather(table(), tmp_path / "a.feather", chunksize=5, compression="zstd")
     assert from_tables(tmp_path / "a.feather", ("i", "text")).rows([20])[1].tolist() == ["row 20"]
@@ -232,6 +262,33 @@ def test_files_of_other_columns(tmp_path: Path) -> None:
     assert len(from_tables(tmp_path, format="csv")) == 1
     with pytest.raises(ValueError, match="format: expected None or one of parquet, arrow, csv, jsonl"):
         from_tables(tmp_path, format="xls")
+
+
+def test_a_column_of_nulls_in_another_file(tmp_path: Path) -> None:
+    """A type without values fits the numbers of other files, if these may be missing."""
+    parquet.write_table(pa.table({"x": [1.5], "y": [1]}), tmp_path / "a.parquet")
+    parquet.write_table(pa.table({"x": pa.nulls(1), "y": pa.nulls(1)}), tmp_path / "b.parquet")
+    np.testing.assert_array_equal(from_tables(tmp_path, "x").rows([0, 1]), [1.5, np.nan])
+    with pytest.raises(ShardError, match=r"b\.parquet: unit 0: expected values without nulls"):
+        from_tables(tmp_path, "y").rows([0, 1])
+    (tmp_path / "a.csv").write_text("x,y\n1,a\n")
+    (tmp_path / "b.csv").write_text("x,y\n")
+    assert from_tables(tmp_path / "*.csv", "x").rows([0]).tolist() == [1]
+    parquet.write_table(pa.table({"x": [{"a": 1}], "y": [1]}), tmp_path / "b.parquet")
+    with pytest.raises(ShardError, match=r"b\.parquet: expected 'x' as float64\[\], .* got struct<a: int64>"):
+        len(from_tables(tmp_path / "*.parquet", "x"))
+
+
+def test_columns_of_one_name(tmp_path: Path) -> None:
+    columns = pa.Table.from_arrays([pa.array([1]), pa.array([2]), pa.array([3])], ["x", "x", "y"])
+    parquet.write_table(columns, tmp_path / "a.parquet")
+    csv.write_csv(columns, tmp_path / "a.csv")
+    for path in (tmp_path / "a.parquet", tmp_path / "a.csv"):
+        dataset = from_tables(path)
+        assert dataset.rows([0])["y"].tolist() == [3]
+        assert "left out: x (several columns of this name)" in str(dataset)
+        with pytest.raises(ShardError, match="x: expected numbers.*, got several columns of this name"):
+            len(from_tables(path, "x"))
 
 
 def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
