@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
@@ -219,15 +220,14 @@ class SparseFile(FieldFiles):
 
     def _only_matrix(self) -> str:
         with self._file.open("") as file:
-            found = []
-            for name, item in file.items():
-                try:
-                    _format_and_shape(item)
-                except (Refused, AttributeError, TypeError):
-                    continue
-                found.append(name)
-            if "X" in found:
+            if "X" in file:
                 return "X"
+            found = []
+            for name in file:
+                with contextlib.suppress(Refused):
+                    if (group := find_group(file, name)) is not None:
+                        _format_and_shape(group)
+                        found.append(name)
             if len(found) != 1:
                 raise Refused(f"the sparse matrices {found}", "Name one of the file's groups with fields=.")
             return str(found[0])

@@ -224,11 +224,13 @@ class _Looker:
 
     def _all_names(self, file: h5py.File, together: bool) -> list[str]:
         """Return the names of the datasets to read if the user names none, and record why the others are left out."""
+        remedy = "Name the datasets to read: fields=(...)."
         try:
-            names, self.left_out = all_names(file)
+            names, self.left_out, external = all_names(file)
         except Refused as refused:
-            remedy = "Name the datasets to read: fields=(...)."
             raise self._error("", "data inside the file", str(refused), remedy) from None
+        if external:
+            raise self._error("", "data inside the file", external[0], remedy)
         datasets = {name: file[name] for name in names}
         names, others = readable(datasets)
         if together:

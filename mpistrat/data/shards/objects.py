@@ -46,18 +46,19 @@ _PLUGINS = {
 }  # fmt: skip
 
 
-def all_names(file: h5py.File) -> tuple[list[str], list[str]]:
-    """Return the names of all datasets with rows, in natural order, and what is left out, each with the reason.
+def all_names(file: h5py.File) -> tuple[list[str], list[str], list[str]]:
+    """Return the names of all datasets with rows, in natural order; what is left out, each with the reason; links to other files.
 
     A valid soft link is another name of an object seen elsewhere.
 
     Raises:
-        Refused: for a link to another file, and for groups nested too deep.
+        Refused: for groups nested too deep.
     """
     import h5py
 
     rows: list[str] = []
     left_out: list[str] = []
+    external: list[str] = []
     visited = {file["/"]}
 
     def walk(group: h5py.Group, prefix: str, depth: int = 1) -> Iterator[tuple[str, h5py.Dataset]]:
@@ -66,7 +67,8 @@ def all_names(file: h5py.File) -> tuple[list[str], list[str]]:
         for key in group:
             link = group.get(key, getlink=True)
             if isinstance(link, h5py.ExternalLink):
-                raise Refused(f"an external link at {prefix}{key}, to {link.filename}")
+                external.append(f"an external link at {prefix}{key}, to {link.filename}")
+                continue
             if isinstance(link, h5py.SoftLink):
                 why = _broken(group, link.path)
                 if why:
@@ -85,7 +87,7 @@ def all_names(file: h5py.File) -> tuple[list[str], list[str]]:
             rows.append(name)
         else:
             left_out.append(f"{name} (no rows)")
-    return rows, left_out
+    return rows, left_out, external
 
 
 def _broken(group: h5py.Group, path: str) -> str:

@@ -384,6 +384,8 @@ def test_links_out_of_the_file_are_refused_unless_nobody_asks_for_them(tmp_path:
             len(HDF5Dataset(both, name))
     with pytest.raises(ShardError, match=r"a\.h5: loop: .*soft links"):
         len(HDF5Dataset(both, "loop"))
+    with pytest.raises(ShardError, match=r"a\.h5: expected a dataset 'nothing', got datasets \['x'\]"):
+        len(HDF5Dataset(both, "nothing"))
     assert HDF5Dataset(both, "x").rows([4, 1]).tolist() == [0, 1]
 
 

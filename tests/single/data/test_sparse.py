@@ -56,6 +56,16 @@ def test_rows_are_pairs_of_arrays(path: Path, name: str | None) -> None:
         assert (indices.dtype, data.dtype) == (np.int32, np.float32)
 
 
+def test_dense_matrices_beside_sparse_ones(tmp_path: Path) -> None:
+    """Without a name: X as it is, or the only sparse matrix among datasets."""
+    for name, found in (("X", ArraySpec((COLUMNS,), "f4")), ("other", {"indices", "data"})):
+        with h5py.File(tmp_path / f"{name}.h5ad", "w") as file:
+            file[name] = counts()
+            write(file.create_group("counts"), counts())
+        spec = from_sparse(tmp_path / f"{name}.h5ad").element_spec
+        assert found in (spec, set(spec) if isinstance(spec, dict) else None)
+
+
 @pytest.mark.parametrize("name", ["X", "layers/csc"])
 def test_rows_with_their_zeros(path: Path, name: str) -> None:
     dataset = from_sparse(path, (name, "obs/label", "obs/name"), dense=True)
