@@ -174,7 +174,9 @@ def _fit(spec: ArraySpec, value: Any) -> Any:
         same = array.dtype.kind == spec.dtype.kind and array.dtype.itemsize <= spec.dtype.itemsize
     if not same or (array.shape != spec.shape and not _shape_fits(array.shape, spec.shape)):
         raise _misfit(spec, value)
-    return array if array.ndim else array[()]
+    return (
+        array if array.ndim else np.asarray(array)[()]
+    )  # NumPy's scalar strings take an index for one of their characters
 
 
 def _cast(array: NDArray[Any], spec: ArraySpec) -> NDArray[Any]:

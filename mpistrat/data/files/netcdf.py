@@ -17,7 +17,7 @@ from ...base.lazy import load_optional
 from ...base.text import counted
 from ..nodes.sources import row_content, short_digest
 from ..shards.files import PathLike
-from ..shards.objects import Refused, check_filters, find
+from ..shards.objects import Refused, check_storage, find
 from ..spec import ArraySpec, stacked_nbytes
 from .handles import DAMAGED, ShardFile, open_hdf5
 from .inputs import Fields, input_files, left_out_words, names_in, others_words, structure_of
@@ -104,7 +104,7 @@ class _NetCDFFile:
         with open_hdf5(self.status.path, function=_FUNCTION) as file, _reading(f"{self.status.path}: {name}"):
             dataset = find(file, name)
             if dataset is not None:
-                check_filters(dataset)
+                check_storage(dataset, self.status.path, [self.status.path.resolve()])
         return found
 
 

@@ -17,7 +17,7 @@ from ...base.lazy import load_optional
 from ..nodes.sources import row_content, short_digest
 from ..shards.belonging import sparse_format
 from ..shards.files import PathLike
-from ..shards.objects import Refused, check_filters, field_of, find, find_group
+from ..shards.objects import Refused, check_storage, field_of, find, find_group
 from ..spec import ArraySpec, stacked_nbytes
 from .handles import DAMAGED
 from .inputs import Fields, structure_of
@@ -55,7 +55,7 @@ class _Matrix:
                     raise Refused(f"no {part} along one axis")
                 if part != "data" and dataset.dtype.kind not in "iu":
                     raise Refused(f"{part} of {dataset.dtype}, which are not integers")
-                check_filters(dataset)
+                check_storage(dataset, file.path, [file.path.resolve()])
             self.dtypes = {part: dataset.dtype.newbyteorder("=") for part, dataset in datasets.items()}
             indptr = datasets["indptr"][...].astype(np.int64)
             self._check(indptr, [len(datasets["data"]), len(datasets["indices"])], shape[format == "csc"])
@@ -178,7 +178,7 @@ class _Column(StoredField):
             dataset = find(opened, name)
             if dataset is None or not dataset.shape:
                 raise Refused("no such dataset with rows")
-            check_filters(dataset)
+            check_storage(dataset, file.path, [file.path.resolve()])
             field = field_of(dataset)
             if None in field.shape:
                 raise Refused("rows of varying length")

@@ -58,11 +58,17 @@ class StoredBytes:
         Raises:
             ShardError: the file ends before, has changed, or cannot be read.
         """
-        buffer, file = bytearray(count), self._files[number]
+        buffer = bytearray(count)
+        self.read_into(memoryview(buffer), number, position, what)
+        return bytes(buffer)
+
+    def read_into(self, buffer: memoryview, number: int, position: int, what: str) -> None:
+        """Fill a buffer with bytes of a file. See `read`."""
+        count, file = len(buffer), self._files[number]
         where = f"{file.path}: {what}"
         with self._open.lend(file) as opened:
             try:
-                found = opened.read_into(memoryview(buffer), position)
+                found = opened.read_into(buffer, position)
             except MpistratError:
                 raise
             except OSError as error:
@@ -70,7 +76,6 @@ class StoredBytes:
         if found != count:
             expected, remedy = f"{count} bytes at {position}", "The file was truncated: copy it again."
             raise shard_error(where, expected, f"{found}", remedy, self._function)
-        return bytes(buffer)
 
     def fingerprint(self, content: bytes) -> int:
         """Return a number below 2**63 that is the same wherever files have the same names and this content."""
@@ -83,6 +88,9 @@ class StoredBytes:
 class StoredHDF5:
     """An HDF5 file.
 
+    Attributes:
+        status: the file as it was when it was first looked at.
+
     Args:
         function: the name for errors.
         path: the file.
@@ -92,7 +100,7 @@ class StoredHDF5:
     def __init__(self, function: str, path: StoredPath, files: OpenFiles[h5py.File] | None = None) -> None:
         self._function = function
         self.path = path
-        self._status = ShardFile.of(path, function)
+        self.status = ShardFile.of(path, function)
         self._files = open_hdf5_files() if files is None else files
 
     def __reduce__(self) -> tuple[Callable[..., StoredHDF5], tuple[Any, ...]]:
@@ -100,14 +108,14 @@ class StoredHDF5:
 
     def check(self) -> None:
         """Raise if the file has changed."""
-        self._status.check()
+        self.status.check()
 
     @contextmanager
     def open(self, what: str) -> Iterator[h5py.File]:
         """Lend the file for as long as the context lasts; an error of h5py becomes a `ShardError` that names what is read."""
         where = f"{self.path}: {what}" if what else self.path
         try:
-            with self._files.lend(self._status) as file:
+            with self._files.lend(self.status) as file:
                 yield file
         except Refused as refused:
             expected = "data that can be read"

@@ -18,7 +18,17 @@ if TYPE_CHECKING:
 
     from ..files.remote import StoredPath
 
-__all__ = ["Refused", "Unreadable", "all_names", "check_filters", "check_storage", "field_of", "find", "find_group"]
+__all__ = [
+    "Refused",
+    "Unreadable",
+    "all_names",
+    "check_filters",
+    "check_storage",
+    "field_of",
+    "find",
+    "find_group",
+    "find_id",
+]
 
 _SOFT_LINKS = 16  # most soft links to follow in a row
 _DEPTH = 64  # most nested groups
@@ -105,8 +115,16 @@ def find(file: h5py.Group, name: str) -> h5py.Dataset | None:
     """
     import h5py
 
+    item = find_id(file, name)
+    return None if item is None else h5py.Dataset(item, readonly=True)
+
+
+def find_id(file: h5py.Group, name: str) -> h5py.h5d.DatasetID | None:
+    """Return the identifier of a dataset, which is opened faster than the dataset. See `find`."""
+    import h5py
+
     item = _follow(file.id, name, _SOFT_LINKS)
-    return h5py.Dataset(item, readonly=True) if isinstance(item, h5py.h5d.DatasetID) else None
+    return item if isinstance(item, h5py.h5d.DatasetID) else None
 
 
 def find_group(file: h5py.Group, name: str) -> h5py.Group | None:

@@ -63,6 +63,7 @@ def test_values_of_all_types_are_those_of_h5py(tmp_path: Path) -> None:
             group.create_dataset("unwritten", (5,), "f4", chunks=(2,), fillvalue=number)
             group["half"], group["sub/größe"] = np.float16(number), np.complex64([1j, number])
             group["kind"] = np.zeros((), h5py.enum_dtype({"a": 0, "b": 1}, "i2"))
+            group.create_dataset("reference", data=group.ref)
         for number, sample in enumerate(from_groups(tmp_path / "a.h5", within="s")):
             assert len(sample) == 12
             for name, value in sample.items():
@@ -71,6 +72,40 @@ def test_values_of_all_types_are_those_of_h5py(tmp_path: Path) -> None:
                 np.testing.assert_array_equal(value, expected)
                 if name != "text":
                     assert np.asarray(value).dtype == expected.dtype.newbyteorder("=")
+
+
+def test_samples_that_are_stored_in_other_ways(tmp_path: Path) -> None:
+    """Contiguous bytes of the first sample's type are read without HDF5, the others by it."""
+    rows = [np.arange(6).reshape(length, 2) + length for length in (3, 3, 3, 3, 3, 3)]
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for number, row in enumerate(rows):
+            dtype = ">i4" if number == 2 else "<i4"
+            options = {"chunks": (2, 2), "compression": "gzip"} if number == 3 else {}
+            file.create_dataset(f"{number}/x", data=row[: number + 1], dtype=dtype, **options)
+            file[f"{number}/label"] = np.bytes_("a" * (6 - number))
+            file[f"{number}/big"] = np.array(number, ">f8")
+    samples = from_groups(tmp_path / "a.h5", within="/")
+    assert samples.element_spec == {
+        "x": ArraySpec((None, 2), "i4"), "label": ArraySpec((), "S6"), "big": ArraySpec((), "f8"),
+    }  # fmt: skip
+    for number, sample in enumerate(samples):
+        np.testing.assert_array_equal(sample["x"], rows[number][: number + 1].astype(np.int32), strict=True)
+        assert (sample["label"], sample["big"]) == (b"a" * (6 - number), number)
+        sample["x"][0, 0] = 7  # the user's own
+
+
+@pytest.mark.parametrize("function", [from_groups, from_sparse])
+def test_virtual_datasets_over_other_files_are_refused(tmp_path: Path, function: Callable[..., object]) -> None:
+    """HDF5 reads zeros where their files are missing."""
+    layout = h5py.VirtualLayout((4,), "f4")
+    layout[:] = h5py.VirtualSource("gone.h5", "x", (4,))
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_group("X").attrs.update({"encoding-type": "csr_matrix", "shape": (2, 4)})
+        file["X"].update({"indptr": [0, 2, 4], "indices": [0, 1, 2, 3]})
+        file["X"].create_virtual_dataset("data", layout)
+    options = {"fields": "data", "within": "/"} if function is from_groups else {}
+    with pytest.raises(ShardError, match="a virtual dataset that draws from x in gone.h5, which is not a file"):
+        function(tmp_path / "a.h5", **options)
 
 
 def test_batches_of_other_lengths(path: Path) -> None:

@@ -30,7 +30,7 @@ pytest.importorskip("aiohttp")
 
 ORDER = [22, 0, 3, 3, 9]
 NAMES = [name for name in WITH_FILES if not name.startswith("zarr")]  # which test_remote_zarr.py reads
-KEPT = ("groups", "sparse", "netcdf", "netcdf_by_h5netcdf")  # the open file has kept the only block
+KEPT = ("sparse", "netcdf", "netcdf_by_h5netcdf")  # the open file has kept the only block
 
 
 @pytest.fixture(autouse=True)
