@@ -352,7 +352,7 @@ class TableRows(InputRows):
             got = f"{positions.min()} to {positions.max()}"
             raise IndexError(explain("from_tables", "rows", expected=f"rows in [0, {opened.starts[-1]})", got=got))
         out = {name: empty_rows(self._buffers, name, spec, positions.size) for name, spec in opened.specs.items()}
-        units = np.searchsorted(opened.starts, positions, "right") - 1
+        units = opened.starts.searchsorted(positions, "right") - 1
         for unit, places in rows_of_units(units):
             rows = positions[places] - opened.starts[unit]
             for name, column in self._unit(opened, unit).items():

@@ -52,20 +52,24 @@ def empty_rows(buffers: RowBuffers, name: str, spec: ArraySpec, rows: int) -> ND
     return np.empty(shape, object) if spec.dtype.hasobject else buffers.empty(name, shape, spec.dtype)
 
 
-def rows_of_units(units: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Yield each unit, and the places of its rows, given the unit of each row."""
+Places = slice | NDArray[np.int64]
+
+
+def rows_of_units(units: NDArray[np.int64]) -> Iterator[tuple[int, Places]]:
+    """Yield each unit, and the places of its rows, given the unit of each row; a slice where these are successive."""
     if units.size and not np.logical_or.reduce(units != units[0]):  # as of most batches in order
-        yield int(units[0]), np.arange(units.size)
+        yield int(units[0]), slice(0, units.size)
         return
     for unit in np.unique(units).tolist():
-        yield unit, np.flatnonzero(units == unit)
+        places = np.flatnonzero(units == unit)
+        first, stop = int(places[0]), int(places[-1]) + 1
+        yield unit, slice(first, stop) if stop - first == places.size else places
 
 
-def place_rows(column: NDArray[Any], rows: NDArray[np.int64], places: NDArray[np.int64], out: NDArray[Any]) -> None:
-    """Copy rows of a column to their places, at once where these are successive."""
-    first, last = int(places[0]), int(places[-1])
-    if last - first == places.size - 1 and not out.dtype.hasobject:
-        take_rows(column, rows, out[first : last + 1])
+def place_rows(column: NDArray[Any], rows: NDArray[np.int64], places: Places, out: NDArray[Any]) -> None:
+    """Copy rows of a column to their places."""
+    if isinstance(places, slice) and not out.dtype.hasobject:
+        take_rows(column, rows, out[places])
     else:
         out[places] = column[rows]
 
