@@ -11,10 +11,11 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from ..base.arguments import integer
 from ..base.errors import ShardError, shard_error
@@ -27,8 +28,12 @@ __all__ = ["download", "source_of"]
 
 _FUNCTION = "download"
 _STATE = ".mpistrat"  # the folder of locks, and of what is known of complete copies
+_AT_ONCE = 4  # files that a rank copies, or looks at, at the same time
 _POLL = 0.05  # seconds between looks at copies that other ranks make
 
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 _error = functools.partial(shard_error, function=_FUNCTION)
 
@@ -161,9 +166,16 @@ def _found(url: str, folder: Path, system: Any, path: str) -> tuple[list[tuple[s
         outside = [name for name in infos if not name.startswith(root) or ".." in name.split("/")]
         if outside:
             raise _error(url, f"files in {root}", outside[0])
-        return [(name, _remote(system, name, place / name[len(root) :], infos[name])) for name in sorted(infos)], place
-    files = [(name, _remote(system, name, _place(system, folder, name), infos[name])) for name in sorted(infos)]
-    return files, files[0][1].path if kind == "file" else [file.path for _, file in files]
+    else:
+        place, root = None, ""
+
+    def found(name: str) -> tuple[str, _Remote]:
+        copy = _place(system, folder, name) if place is None else place / name[len(root) :]
+        return name, _remote(system, name, copy, infos[name])
+
+    files = _together([system], found, sorted(infos))
+    paths = [file.path for _, file in files]
+    return files, place or (paths[0] if kind == "file" else paths)
 
 
 def _place(system: Any, folder: Path, path: str) -> Path:
@@ -271,10 +283,17 @@ def _make(folder: Path, copies: _Copies, wanted: list[tuple[Any, str, _Remote]],
     start = os.getpid() % max(1, len(missing))  # ranks of a node begin with different files
     pending = missing[start:] + missing[:start]
     while pending:
-        left = [each for each in pending if not copies.make(each[2], *each[:2])]
-        if len(left) == len(pending):
+        made = _together([each[0] for each in pending], lambda each: copies.make(each[2], *each[:2]), pending)
+        if not any(made):
             time.sleep(_POLL)
-        pending = left
+        pending = [each for each, done in zip(pending, made, strict=True) if not done]
+
+
+def _together(systems: Iterable[Any], call: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Return what a function returns for each item, of several at the same time if the file systems have many connections."""
+    many = all(getattr(system, "async_impl", False) for system in systems)
+    with ThreadPoolExecutor(_AT_ONCE if many else 1) as pool:
+        return list(pool.map(call, items))
 
 
 def _check_room(
