@@ -16,7 +16,7 @@ from ...base.text import counted
 from ..nodes.samples import FileSamples
 from ..nodes.sources import short_digest
 from ..shards.files import OTHER_SUFFIXES, SUFFIXES, PathLike, natural_key
-from ..shards.objects import Refused, Unreadable, check_storage, field_of, find_group, find_id
+from ..shards.objects import Refused, Unreadable, check_storage, field_of, find_group, find_id, never_written
 from ..spec import ArraySpec, stacked_nbytes
 from .handles import open_hdf5_files
 from .inputs import Fields, input_files, left_out_words, names_in, structure_of
@@ -187,6 +187,7 @@ class _Field:
                 return spec, offset
         dataset = h5py.Dataset(item, readonly=True)
         check(dataset)
+        never_written(dataset)
         stored = field_of(dataset)
         if None in stored.shape or (shape and stored.dtype == object):
             raise Unreadable("text, or rows of varying length, in one sample")

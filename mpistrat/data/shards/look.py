@@ -32,7 +32,7 @@ from ..memory_limit import available_memory
 from .belonging import belonging, readable
 from .files import FileSet, check_ends
 from .manifest import Field, ShardEntry, dtype_from_json, dtype_to_json, fields_to_json
-from .objects import Refused, all_names, check_storage, field_of, find
+from .objects import Refused, all_names, check_storage, field_of, find, never_written
 
 if TYPE_CHECKING:
     import h5py
@@ -268,16 +268,12 @@ class _Looker:
 
     def _check_rows(self, dataset: h5py.Dataset) -> None:
         """Refuse rows that were never written, or that do not fit into memory."""
-        import h5py
-
         size = self._row_bytes(dataset)
         available = available_memory() if size > _LARGE_ROW else None
         if available is not None and size > available:
             raise Refused(f"rows of {decimal_size(size)}, where {decimal_size(available)} of memory are free")
-        if dataset.is_virtual or dataset.external or not dataset.nbytes or dataset.id.get_storage_size():
+        if not never_written(dataset):
             return
-        if dataset.id.get_create_plist().fill_value_defined() != h5py.h5d.FILL_VALUE_USER_DEFINED:
-            raise Refused(f"{len(dataset)} rows that were never written")
         text = f"{self.path}: {dataset.name.strip('/')}: none of {len(dataset)} rows was ever written"
         self.notes.append(f"{text}; all of them read as {dataset.fillvalue}, the fill value")
 

@@ -237,6 +237,21 @@ def _check(
     return set()
 
 
+def never_written(dataset: h5py.Dataset) -> bool:
+    """Return True if all of a dataset is read as its fill value, since nothing was written.
+
+    Raises:
+        Refused: the file sets no fill value.
+    """
+    import h5py
+
+    if dataset.is_virtual or dataset.external or not dataset.nbytes or dataset.id.get_storage_size():
+        return False
+    if dataset.id.get_create_plist().fill_value_defined() != h5py.h5d.FILL_VALUE_USER_DEFINED:
+        raise Refused(f"{len(dataset) if dataset.shape else 1} rows that were never written")
+    return True
+
+
 def check_filters(dataset: h5py.Dataset) -> None:
     """Raise Unreadable if HDF5 lacks a filter of a dataset's chunks."""
     import h5py

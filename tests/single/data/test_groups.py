@@ -94,6 +94,18 @@ def test_samples_that_are_stored_in_other_ways(tmp_path: Path) -> None:
         sample["x"][0, 0] = 7  # the user's own
 
 
+def test_data_that_was_never_written(tmp_path: Path) -> None:
+    """It is read as the fill value that the file sets; without one it is an error, as for HDF5Dataset."""
+    for name, options in (("filled", {"fillvalue": 7}), ("plain", {}), ("chunked", {"chunks": (1, 2)})):
+        with h5py.File(tmp_path / f"{name}.h5", "w") as file:
+            file["0/x"] = np.zeros((3, 2), "f4")
+            file.create_dataset("1/x", (3, 2), "f4", **options)
+    assert (from_groups(tmp_path / "filled.h5", "x", within="/").rows([1]) == 7).all()
+    for name in ("plain", "chunked"):
+        with pytest.raises(ShardError, match="/1/x: 3 rows that were never written"):
+            from_groups(tmp_path / f"{name}.h5", within="/")
+
+
 @pytest.mark.parametrize("function", [from_groups, from_sparse])
 def test_virtual_datasets_over_other_files_are_refused(tmp_path: Path, function: Callable[..., object]) -> None:
     """HDF5 reads zeros where their files are missing."""
