@@ -35,7 +35,10 @@ _passes: weakref.WeakKeyDictionary[torch.nn.Module, ModulePasses] = (
 
 
 class _Weigh(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by a weight; an error instead of a weight is raised."""
+    """The identity, whose gradient is multiplied by a weight; an error instead of a weight is raised.
+
+    `torch.autograd.grad(..., create_graph=True)` gets a replica's own gradient: the pass weighs the loss made of it, once.
+    """
 
     generate_vmap_rule = True
 
@@ -52,7 +55,13 @@ class _Weigh(torch.autograd.Function):
         weight = ctx.weight
         if isinstance(weight, BatchError):
             raise weight
-        if weight == 1:
+        own = weight == 1
+        if not own and torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None:
+            try:
+                own = not torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+            except RuntimeError:  # in torch.autograd.grad
+                own = True
+        if own:
             return gradient, None
         return gradient * weight if weight else torch.zeros_like(gradient), None  # the mean of no row is NaN
 

@@ -122,6 +122,14 @@ def a_gradient_penalty(x, net, optimizer):
     (slope.square().sum(1).sqrt() - 1).square().mean().backward()
 
 
+def a_penalty_of_the_gradients_of_each_row(x, net, optimizer):
+    losses = (net(x) - x).square().mean(1)
+    weights = [net.encoder.weight, net.decoder.weight]
+    slopes = [torch.autograd.grad(each, weights, create_graph=True) for each in losses]
+    penalties = [sum(slope.square().sum() for slope in each) for each in slopes]
+    (losses + torch.stack(penalties) if penalties else losses).mean().backward(create_graph=True)
+
+
 def in_place_on_the_output(x, net, optimizer):
     out = net(x)
     out -= x
@@ -197,8 +205,8 @@ LOOPS = [
     a_method_that_calls_the_module, forward_itself, a_method_of_what_another_pass_computed, under_vmap, usual,
     module_zero_grad, gradients_by_hand, two_losses, losses_of_two_passes_in_one_graph, a_pass_without_gradients_between,
     a_look_after_backward, methods, a_method_and_a_call, a_method_with_bare_weights, a_loss_that_the_module_keeps,
-    a_penalty_of_the_weights, a_gradient_penalty, in_place_on_the_output, a_hook_on_a_layer, functional_call, a_checkpoint,
-    a_reentrant_checkpoint_of_layers, a_list_of_views, time_first,
+    a_penalty_of_the_weights, a_gradient_penalty, a_penalty_of_the_gradients_of_each_row, in_place_on_the_output,
+    a_hook_on_a_layer, functional_call, a_checkpoint, a_reentrant_checkpoint_of_layers, a_list_of_views, time_first,
 ]  # fmt: skip
 
 
