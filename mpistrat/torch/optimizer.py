@@ -71,12 +71,14 @@ class TorchOptimizer(torch.optim.Optimizer):
         """Sum the gradients over all replicas, and update. Collective.
 
         In replica context, or outside of `strategy.run` on ranks with one replica each. Hooks of the optimizer are called as in
-        plain torch. A closure is called once before the update, and its loss, of this replica's rows, returned. An optimizer that
-        calls it itself, such as LBFGS, gets the loss and the gradients of the whole batch in each call, and returns that loss.
+        plain torch. Without any gradient nothing happens. A closure is called once before the update, and its loss, of this
+        replica's rows, returned. An optimizer that calls it itself, such as LBFGS, gets the loss and the gradients of the whole
+        batch in each call, and returns that loss.
 
         Raises:
             ContextError: outside of `strategy.run` on a rank with several local replicas.
-            RuntimeError: a parameter has lost the memory of its variable; a setting needs state that does not exist.
+            RuntimeError: a parameter has lost the memory of its variable; groups have other parameters than when distributed; a
+                setting needs state that does not exist.
             CollectiveMismatchError: on every rank, when gradients are of different parameters, or ranks have other values.
             TypeError: no closure, for an optimizer that calls it itself.
             BatchError: the loss that a closure returns is of several batches, of which replicas have unequal shares.
@@ -123,6 +125,15 @@ class TorchOptimizer(torch.optim.Optimizer):
             count.used = True
             rule.counts.append(count.value)
         rule.take(context.expect_replica("Optimizer.step"), pairs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; assigning an empty `state` deletes all state, as before the first step."""
+        if name != "state" or isinstance(value, _OptimizerState):
+            super().__setattr__(name, value)
+            return
+        for parameter in value:
+            self.state[parameter] = value[parameter]  # raises
+        self.state.clear()
 
     def _own_replica(self) -> int:
         """Return this local replica; outside of steps, the first one."""

@@ -234,13 +234,26 @@ class TorchRule(ForeignRule):
         self.__seen: list[dict[str, Any]] = []
         self.__served = [_read(group) for group in optimizer.param_groups]
         self.__local = threading.local()
+        self.__held: list[list[int]] = []  # the ids of each group's parameters
+        self.follow()
 
     def _rate_of_first(self) -> float:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def follow(self) -> None:
-        """Read changes of the groups by the program or a scheduler."""
+        """Read changes of the groups by the program or a scheduler.
+
+        Raises:
+            RuntimeError: groups or their lists of parameters are others.
+        """
         groups = self._optimizer.param_groups
+        held = [list(map(id, group["params"])) for group in groups]
+        if self.__held not in ([], held):
+            expected = "the groups of parameters that were distributed, in their order"
+            got = f"others, of {[len(group['params']) for group in groups]} parameters, in optimizer.param_groups"
+            remedy = "Call optimizer.add_param_group to add parameters, and set requires_grad to leave some out"
+            raise RuntimeError(explain(f"{self.rule}.step", "", expected=expected, got=got, remedy=remedy))
+        self.__held = held
         if groups == self.__seen:  # mostly compares identities
             return
         settings = self._settings()
@@ -369,7 +382,8 @@ class TorchRule(ForeignRule):
         for variable in variables:
             self.__taken_by[variable] = len(self.__taken) - 1
             self._note(variable, number)
-        self.__together = False
+        self.__together, self.__held = False, []
+        self.follow()
 
     def _note(self, variable: Any, group: int) -> None:
         self.__variables.setdefault(group, []).append(variable)
@@ -412,6 +426,9 @@ class TorchRule(ForeignRule):
             self._core.divisor = self._all_counts(strategy) if self.counts else 1.0
             if self.__finds_unused:
                 self._add_zeros(strategy, pairs_of(pairs))
+            if not any(gradient is not None for each in pairs_of(pairs) for gradient, _ in each):
+                with strategy.extended.process_group.collective(f"{self.rule}.step", "no gradient"):
+                    return
             if self.__frozen:
                 self._thaw({variable for gradient, variable in pairs_of(pairs)[0] if gradient is not None})
         if self._on_wholes or not self.__own:  # servers count themselves

@@ -371,7 +371,7 @@ class OwnState:
         try:
             for parameter in parameters:
                 parameter.grad = gradients.get(parameter)
-            optimizer.state = self._state
+            vars(optimizer)["state"] = self._state
             yield
         finally:
             optimizer.state = state

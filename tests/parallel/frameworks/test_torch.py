@@ -135,6 +135,52 @@ def test_both_ways_of_forgetting_gradients(set_to_none):
         assert torch.equal(ms.torch.local_gradient(module[0].weight), first)
 
 
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adafactor"])
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
+def test_steps_without_any_gradient_change_nothing_as_in_torch(name, options):
+    x, y = rows()
+    reference = mlp()
+    module, theirs = copy.deepcopy(reference), getattr(torch.optim, name)(reference.parameters(), lr=0.1)
+    optimizer = getattr(torch.optim, name)(module.parameters(), lr=0.1)
+    strategy = ms.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        ms.torch.distribute(module, optimizer, **options)
+    for each, rule in ((reference, theirs), (module, optimizer)):
+        for _ in range(3):
+            rule.step()
+            loss_of(each, x, y).backward()
+            rule.step()
+            rule.zero_grad()
+    assert difference(module.parameters(), reference.parameters()) < 1e-12
+    strategy.close()
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
+@pytest.mark.parametrize("delete", [lambda rule: rule.state.clear(), lambda rule: setattr(rule, "state", {})])
+def test_state_is_deleted_as_in_torch(name, delete):
+    x, y = rows()
+    reference = mlp()
+    theirs = getattr(torch.optim, name)(reference.parameters(), lr=0.1)
+    module = copy.deepcopy(reference)
+    optimizer = getattr(torch.optim, name)(module.parameters(), lr=0.1)
+    strategy = ms.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        ms.torch.distribute(module, optimizer)
+    for each, rule in ((reference, theirs), (module, optimizer)):
+        for step in range(4):
+            if step == 2:
+                delete(rule) if rule is optimizer else rule.state.clear()
+            rule.zero_grad()
+            loss_of(each, x, y).backward()
+            rule.step()
+    assert difference(module.parameters(), reference.parameters()) < 1e-12
+    with pytest.raises(RuntimeError, match="load_state_dict"):
+        optimizer.state = {module[0].weight: {}}
+    strategy.close()
+
+
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_sparse_gradients_are_summed_as_dense_ones(by_hand):

@@ -96,6 +96,45 @@ def test_a_parameter_without_gradient_on_one_rank_is_told_on_all():
             optimizer.step()
 
 
+@pytest.mark.ranks(2, 3)
+def test_a_rank_without_any_gradient_is_told_on_all():
+    with put(name="SGD") as (strategy, module, optimizer):
+        if strategy.rank != 1:
+            loss_of(module, *rows()).backward()
+        with pytest.raises(ms.errors.CollectiveMismatchError, match="no gradient"):
+            optimizer.step()
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adafactor"])
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda groups: groups[0]["params"].pop(),
+        lambda groups: groups[1]["params"].extend(groups[0]["params"]),
+        lambda groups: groups[0].update(params=groups[0]["params"][:1]),
+        lambda groups: groups[0]["params"].reverse(),
+        lambda groups: groups.pop(),
+        lambda groups: groups.reverse(),
+    ],
+)
+def test_other_groups_than_those_that_were_distributed_are_refused(name, edit):
+    module = mlp()
+    groups = [{"params": list(module[0].parameters())}, {"params": list(module[2].parameters()), "lr": 0.1}]
+    optimizer = getattr(torch.optim, name)(groups, lr=0.2)
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            ms.torch.distribute(module, optimizer)
+        for changed in (False, True):
+            loss_of(module, *rows()).backward()
+            if changed:
+                edit(optimizer.param_groups)
+                with pytest.raises(RuntimeError, match=r"groups of parameters that were distributed.*add_param_group"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+
+
 @pytest.mark.ranks(1)
 def test_a_thawed_parameter_is_no_part_of_gradients():
     module = mlp()
