@@ -88,19 +88,31 @@ class _Averaging:
     ) -> None:
         self._parameter_names, self._compression, self.backward_passes_per_step = names, compression, passes
         self._op, self._predivide, self._as_dense, self._set = op, predivide, sparse_as_dense, process_set
-        self._trained = [tensor for group in self.param_groups for tensor in group["params"] if tensor.requires_grad]
-        self._left = dict.fromkeys(self._trained, passes)  # backward passes until a gradient is sent
+        self._trained: list[torch.Tensor] = []
+        self._left: dict[torch.Tensor, int] = {}  # backward passes until a gradient is sent
+        self._known: set[int] = set()  # the ids of trained parameters
         # By the id of a parameter, or of the first one of a call: PyTorch hashes tensors in Python.
         self._sent: dict[int, _Sent] = {}
         self._reductions: dict[int, RepeatedReduction] = {}
         self._arrived: dict[int, int] = {}  # gradients of a group that wait for its others
         self._synchronized, self._waits = False, True
+        self._hooked = process_set.included() and (size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1")
+        self._follow()
         self._group_of = self._grouped(groups)
-        if process_set.included() and (size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"):
-            for tensor in self._trained:
-                if tensor.grad is None:
-                    tensor.grad = torch.zeros_like(tensor)
-            self._hooks = [tensor.register_post_accumulate_grad_hook(self._add) for tensor in self._trained]
+
+    def _follow(self) -> None:
+        """Note parameters that are trained from now on: all at the start; later thawed ones, and those of added groups."""
+        for place, group in enumerate(self.param_groups):
+            for number, tensor in enumerate(group["params"]):
+                if tensor.requires_grad and id(tensor) not in self._known:
+                    self._known.add(id(tensor))
+                    self._trained.append(tensor)
+                    self._left[tensor] = self.backward_passes_per_step
+                    self._parameter_names.setdefault(tensor, f"allreduce.noname.{place}.{number}")
+                    if self._hooked:
+                        if tensor.grad is None:
+                            tensor.grad = torch.zeros_like(tensor)
+                        tensor.register_post_accumulate_grad_hook(self._add)
 
     def _grouped(
         self, groups: int | Sequence[Sequence[torch.Tensor]] | None
@@ -193,6 +205,7 @@ class _Averaging:
     def synchronize(self) -> None:
         """Wait for the gradients of all ranks, for use before `step`, such as clipping."""
         if self._set.included():
+            self._follow()
             missing = len(self._sent) < len(self._trained)
             for tensor in self._trained if missing else ():
                 if id(tensor) not in self._sent:  # not computed in this pass, or not often enough
@@ -216,17 +229,25 @@ class _Averaging:
             self._waits = True
 
     def step(self, closure: Any = None) -> Any:
-        """Wait for the gradients of all ranks, and update the parameters."""
-        if self._waits:
-            if self._synchronized:
-                warnings.warn(
-                    "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): it waits for"
-                    " gradients again. Call it in `with optimizer.skip_synchronize():`",
-                    stacklevel=2,
-                )
+        """Wait for the gradients of all ranks, after each call of a closure, and update the parameters."""
+
+        def computed() -> Any:
+            loss = closure()
             self.synchronize()
+            return loss
+
+        waits = self._waits
+        if waits and self._synchronized:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): it waits for"
+                " gradients again. Call it in `with optimizer.skip_synchronize():`",
+                stacklevel=2,
+            )
+        if waits and closure is None:
+            self.synchronize()
+        result = super().step(computed if waits and closure is not None else closure)  # type: ignore[misc]
         self._synchronized = False
-        return super().step(closure)  # type: ignore[misc]
+        return result
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Set the gradients to zero; not between `backward` and `step`, while they are pending.

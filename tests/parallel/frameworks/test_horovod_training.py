@@ -68,6 +68,65 @@ def test_the_steps_are_those_of_one_process():
     check(trained(), reference())
 
 
+def with_a_frozen_layer(model):
+    model[0].requires_grad_(False)
+    return torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def thaw(model, optimizer):
+    model[0].requires_grad_(True)
+
+
+def of_the_last_layer(model):
+    return torch.optim.Adam(model[2].parameters(), lr=0.1)
+
+
+def add_a_group(model, optimizer):
+    optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.05})
+
+
+def whole(name, **options):
+    return lambda model: getattr(torch.optim, name)(model.parameters(), lr=0.1, **options)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(
+    ("make", "change", "closure"),
+    [
+        (with_a_frozen_layer, thaw, False),
+        (of_the_last_layer, add_a_group, False),
+        (whole("Adam"), None, True),
+        (whole("LBFGS", max_iter=3), None, True),
+    ],
+)
+def test_what_changes_while_training_and_closures(make, change, closure, named):
+    found = []
+    for ranks in ([hvd.rank()], range(hvd.size())):
+        model = network()
+        optimizer = make(model)
+        if not found:
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters() if named else None)
+        for step in range(4):
+            if step == 2 and change is not None:
+                change(model, optimizer)
+
+            def computed():
+                optimizer.zero_grad()  # noqa: B023
+                losses = [loss_of(model, rows(step, rank)) for rank in ranks]  # noqa: B023
+                loss = sum(losses) / len(losses)
+                loss.backward()
+                return loss
+
+            if closure:
+                optimizer.step(computed)
+            else:
+                computed()
+                optimizer.step()
+        found.append(list(model.parameters()))
+    check(*found)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("options", [{"groups": 2}, {"gradient_predivide_factor": 4.0}, {"groups": 100}])
 def test_options_that_change_no_number(options):
