@@ -13,7 +13,7 @@ from ..base import context, global_batch
 from ..base.errors import BatchError, explain
 from ..base.masks import plain_array
 from ..comm.arrays import accumulation_dtype
-from ..optimizers import Optimizer
+from ..optimizers import LossScaleOptimizer, Optimizer
 from ..optimizers.foreign import write_share
 from ..strategy.contexts import in_step, local_replica
 from ..strategy.loss import summed_replicas, weight_of_pass
@@ -36,7 +36,7 @@ class _ReplicaStep:
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: Optimizer | LossScaleOptimizer,
         links: Sequence[JaxLink],
         gradients: Sequence[Any],
         shares: Sequence[float],
@@ -59,8 +59,8 @@ class _ReplicaStep:
         self.made = replica.merge_call(lambda _: _Made([link.make() for link in self._links])).arrays
 
     def _begin(self) -> None:
-        if isinstance(self._optimizer, JaxRule):
-            self._optimizer.take_extra(self._extra)
+        if isinstance(rule := getattr(self._optimizer, "inner_optimizer", self._optimizer), JaxRule):
+            rule.take_extra(self._extra)
         release(self._links)
 
     def _load(self, gradient: Any, link: JaxLink, replica: int, share: float) -> Any:
@@ -84,7 +84,7 @@ class _Made:
         self.arrays = arrays
 
 
-def apply(optimizer: Optimizer, grads: Any, params: Any, of: Any = None, **extra: Any) -> Any:
+def apply(optimizer: Optimizer | LossScaleOptimizer, grads: Any, params: Any, of: Any = None, **extra: Any) -> Any:
     """Sum gradients over all replicas, update the parameters in one pass, and return them. Collective.
 
     In a step of `strategy.run`, or outside on ranks with one replica each. `params` is consumed: later use of its arrays
@@ -115,12 +115,12 @@ def apply(optimizer: Optimizer, grads: Any, params: Any, of: Any = None, **extra
         >>> loss, grads = ms.jax.value_and_grad(loss_of)(params, batch)  # doctest: +SKIP
         >>> params = ms.jax.apply(optimizer, grads, params)  # doctest: +SKIP
     """
-    given: object = optimizer
-    if not isinstance(given, Optimizer):
-        expected, got = "an optimizer of ms.optimizers", f"{type(given).__module__}.{type(given).__qualname__}"
+    rule = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
+    if not isinstance(rule, Optimizer):
+        expected, got = "an optimizer of ms.optimizers", f"{type(rule).__module__}.{type(rule).__qualname__}"
         raise TypeError(explain(_FUNCTION, "optimizer", expected=expected, got=got))
-    if extra and not isinstance(optimizer, JaxRule):
-        expected, got = "an optimizer of optax, for extra arguments", f"{type(optimizer).__name__}"
+    if extra and not isinstance(rule, JaxRule):
+        expected, got = "an optimizer of optax, for extra arguments", f"{type(rule).__name__}"
         raise TypeError(explain(_FUNCTION, next(iter(extra)), expected=expected, got=got))
     leaves, structure = flatten(params)
     gradients, form = flatten(grads)

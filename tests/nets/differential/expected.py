@@ -94,10 +94,11 @@ def advance(
                             rows[name] = np.unique(case.ids[ids] % len(case.variables[name]["start"]))
                 every = optimizer.spec["common"].get("gradient_accumulation_steps") or 1
                 updates = (optimizer.calls + 1) % every == 0
-                if len(run.worlds) > 1 and (updates or optimizer.spec["common"].get("ema_overwrite_frequency")):
+                overwritten = optimizer.spec["common"].get("ema_overwrite_frequency")
+                if len(run.worlds) > 1 and (updates or overwritten):
                     if not optimizer.anchors:
                         optimizer.updates = 0
-                    for name in sums:
+                    for name in [*sums, *(optimizer.known(case, world.weights) if overwritten else ())]:
                         optimizer.anchors.setdefault(name, world.weights[name].copy())
                 optimizer.step(case, world.weights, sums, rows, clipped=servers)
                 optimizer.updates += updates

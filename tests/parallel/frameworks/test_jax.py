@@ -232,6 +232,30 @@ def test_after_an_error_the_parameters_can_be_had_again():
 
 
 @pytest.mark.ranks(1, 2, timeout=180)
+@pytest.mark.parametrize("rule", [None, optax.adam(0.1), optax.lamb(0.1)])
+def test_a_scaled_loss_skips_steps_that_overflow(rule):
+    """With an optimizer of the package, and rules of optax on blocks and on wholes."""
+    with ms.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            params = ms.jax.distribute({"w": jnp.ones(3)}, rule)
+            params, inner = (params, ms.optimizers.SGD(0.1)) if rule is None else params
+            optimizer = ms.optimizers.LossScaleOptimizer(inner, initial_scale=8.0)
+        for number in range(3):
+            scale = float(optimizer.scale_loss(1.0))
+            assert scale == (8.0 if number < 2 else 4.0)
+            bad = number == 1 and strategy.rank == strategy.size - 1
+            gradient = jnp.full(3, jnp.inf if bad else scale)
+            params = ms.jax.apply(optimizer, {"w": gradient}, params)
+        assert optimizer.iterations == 2
+    tree, tx = {"w": jnp.ones(3)}, rule or optax.sgd(0.1)
+    state = tx.init(tree)
+    for _ in range(2):
+        updates, state = tx.update({"w": jnp.ones(3)}, state, tree)
+        tree = optax.apply_updates(tree, updates)
+    assert difference(arrays(params), arrays(tree)) < 1e-9
+
+
+@pytest.mark.ranks(1, 2, timeout=180)
 def test_keys_differ_between_replicas_and_repeat():
     from mpi4py import MPI
 
