@@ -118,16 +118,17 @@ def sum_over_ranks(
         variables: of the gradients, if known: TensorFlow's sparse gradients have no shape.
         of: the variables of gradients that observers see.
     """
+    if keras.backend.backend() == "tensorflow":  # whose updates square each occurrence of a sparse row
+        import tensorflow as tf
+
+        gradients = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
     there = [index for index, gradient in enumerate(gradients) if gradient is not None]
-    totals = list(gradients)
     if not there or (link.size == 1 and not (of and OBSERVERS)):
-        return totals
+        return list(gradients)
     add = functools.partial(link.sum_gradients, weigh=weigh, of=[of[index] for index in there] if of else ())
     shapes = [tuple((gradients if variables is None else variables)[index].shape) for index in there]
-    sums = _BACKENDS[keras.backend.backend()](add, [gradients[index] for index in there], shapes)
-    for index, total in zip(there, sums, strict=True):
-        totals[index] = total
-    return totals
+    sums = iter(_BACKENDS[keras.backend.backend()](add, [gradients[index] for index in there], shapes))
+    return [None if gradient is None else next(sums) for gradient in gradients]
 
 
 def in_graph(tensors: Iterable[Any]) -> bool:
@@ -205,8 +206,7 @@ def _jax_add(add: _Add, tensors: list[Any], shapes: list[tuple[int, ...]]) -> li
 def _tensorflow_add(add: _Add, tensors: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
     import tensorflow as tf
 
-    dense = [tf.convert_to_tensor(tensor) for tensor in tensors]
-    totals = tf.numpy_function(add, dense, [tensor.dtype for tensor in dense], stateful=True)
+    totals = tf.numpy_function(add, tensors, [tensor.dtype for tensor in tensors], stateful=True)
     for total, shape in zip(totals, shapes, strict=True):
         total.set_shape(shape)
     return list(totals)

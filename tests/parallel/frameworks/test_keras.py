@@ -282,6 +282,22 @@ def test_a_step_of_the_users_own_equals_one_process():
     assert difference(weights(model), weights(reference)) < EXACT
 
 
+@pytest.mark.ranks(1, 2)
+def test_rows_of_a_table_that_occur_twice_count_once():
+    """TensorFlow's gradients of tables are sparse, of which Keras squares each occurrence of a row."""
+    x, y = np.random.default_rng(0).integers(0, 4, (49, 5)), rows()[1]
+    keras.utils.set_random_seed(0)
+    pooled = [keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(3)]
+    model = keras.Sequential([keras.Input((5,), dtype="int32"), keras.layers.Embedding(4, 6), *pooled])
+    layers = [keras.layers.Dense(6, use_bias=False), keras.layers.Dense(3)]
+    reference = keras.Sequential([keras.Input((4,)), *layers])  # of how often each row occurs
+    reference.set_weights(weights(model))
+    fit(compiled(reference), np.eye(4)[x].mean(axis=1), y)
+    with put(model):
+        fit(compiled(model), x, y)
+    assert difference(weights(model), weights(reference)) < 1e-6
+
+
 @pytest.mark.ranks(2)
 def test_single_steps_equal_one_process():
     x, y = rows(12)
