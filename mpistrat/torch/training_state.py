@@ -33,7 +33,6 @@ from ..state.shards import Shards
 from ..state.snapshot import Snapshot, SnapshotFile, check_restarts
 from ..state.writing import Saving
 from ..strategy.preemption import StopRequest, StopTogether
-from ..timeline.trace import process_group_of
 from ..variables import Receiver
 from .backend.transfers import bytes_of, dense, dtype_name
 from .tensors import tensor_of
@@ -57,6 +56,7 @@ class TrainingState:
     Its rank and size are those of the group.
 
     Attributes:
+        extended: that of the ranks.
         process_group: the ranks.
         nodes_differ: False: see `Strategy.nodes_differ`.
         takes_snapshots: True if `mpistrat run --restarts` started the job, so that its state may be cached in memory.
@@ -94,7 +94,8 @@ class TrainingState:
         """
         self._model, self._optimizers = model, optimizers
         self._ranks = context.ranks_of(group, "TrainingState")
-        self.process_group: ProcessGroup = process_group_of(self._ranks, "TrainingState")
+        self.extended = self._ranks.extended
+        self.process_group: ProcessGroup = self.extended.process_group
         self.rank, self.size = int(self._ranks.rank), int(self._ranks.size)
         self.takes_snapshots = bool(self.process_group.environment.job)
         self._stop_request, self._stop_agreement = StopRequest(self.process_group), StopTogether(self.process_group)
