@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["LOOK_AHEAD", "Located", "LookAhead", "successive_batches"]
 
 _LOCATED = 1 << 14  # rows located at a time
-TOGETHER_BYTES = 1 << 20  # most bytes of batches gathered at a time
+TOGETHER_BYTES = 1 << 19  # most bytes of batches gathered at a time
 TOGETHER_SECONDS = 1e-3
 
 
