@@ -16,7 +16,7 @@ from typing import Any, final
 
 from ..base.errors import explain
 from ..base.log import logger
-from ..base.masks import plain_array
+from ..base.masks import plain_array, unmasked
 from .weights import assign_from_file, weights_of
 
 __all__ = [
@@ -332,7 +332,7 @@ class ModelCheckpoint(Callback):
 
     def on_epoch_end(self, loop: Loop, logs: Logs) -> None:
         if not self._best_only or (self._best.has(loop, logs) and self._best.takes(logs)):
-            numbers = {name: item_of(value) for name, value in logs.items()}
+            numbers = {name: item_of(value, name) for name, value in logs.items()}
             try:
                 name = self._path.format(**{**numbers, "epoch": loop.epoch + 1})
             except (LookupError, TypeError, ValueError) as error:
@@ -435,7 +435,7 @@ def _save(loop: Loop, path: Path, extra: dict[str, Any] | None = None) -> None:
 
 def plain(logs: Logs) -> dict[str, Any]:
     """Convert results to values for JSON."""
-    return {name: plain_array(item_of(value), "callbacks", name).tolist() for name, value in logs.items()}
+    return {name: plain_array(item_of(value, name), "callbacks", name).tolist() for name, value in logs.items()}
 
 
 def number_of(value: Any) -> float | None:
@@ -449,6 +449,11 @@ def number_of(value: Any) -> float | None:
     return float(found) if isinstance(found, (int, float)) else None
 
 
-def item_of(value: Any) -> Any:
-    """Return the element of an array or tensor without dimensions, and any other value as it is."""
+def item_of(value: Any, name: str = "") -> Any:
+    """Return the element of an array or tensor without dimensions, and any other value as it is.
+
+    Raises:
+        TypeError: it is masked.
+    """
+    unmasked(value, "callbacks", name)
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value

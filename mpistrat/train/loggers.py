@@ -100,7 +100,7 @@ class Logger(Callback, abc.ABC):
 
 def named_in_utf8(logs: Logs) -> dict[str, Any]:
     """Return results with names that are valid UTF-8; arrays without dimensions as numbers."""
-    return {encoded(name).decode(): item_of(value) for name, value in logs.items()}
+    return {encoded(name).decode(): item_of(value, name) for name, value in logs.items()}
 
 
 def _module(owner: str, module: str, remedy: str) -> ModuleType:
