@@ -94,7 +94,7 @@ def open_hdf5(path: StoredPath, driver: str | None = None, function: str = "HDF5
         raise shard_error(path, "a path on this machine", "a URL", "Leave driver out.", function)
     try:
         if not isinstance(path, Path):
-            return h5py.File(path.open_for_hdf5(), "r")
+            return h5py.File(path.open_for_h5py(), "r")
         return h5py.File(path, "r", **(mpi_io_options(path) if driver == "mpio" else {}))
     except ShardError:
         raise

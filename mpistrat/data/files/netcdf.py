@@ -152,7 +152,7 @@ def _store(xarray: Any, path: StoredPath, classic: bool, group: str) -> Any:
     if classic:
         return xarray.backends.ScipyDataStore(str(path), mode="r")
     load_optional("h5netcdf", _FUNCTION, "h5netcdf, which reads these files", _INSTALL)
-    file = path.open_for_hdf5() if isinstance(path, RemotePath) else str(path)
+    file = path.open_for_h5py() if isinstance(path, RemotePath) else str(path)
     return xarray.backends.H5NetCDFStore.open(file, mode="r", group=group or None)
 
 

@@ -322,10 +322,10 @@ class RemotePath:
         """Open it for reading, in blocks that are kept. See `RemoteStream`."""
         return RemoteStream(RemoteRanges(self, self.check().st_size), block)
 
-    def open_for_hdf5(self) -> RemoteStream:
+    def open_for_h5py(self) -> RemoteStream:
         """Open it for h5py, which reads it under its lock."""
         _collect_beside_h5py()
-        return self.open()
+        return _LockedStream(RemoteRanges(self, self.check().st_size), _BLOCK)
 
 
 @final
@@ -438,7 +438,6 @@ class RemoteRanges:
 StoredPath = Path | RemotePath
 
 
-@final
 class RemoteStream(io.RawIOBase):
     """A remote file as a file object that keeps the blocks that were read last.
 
@@ -498,11 +497,28 @@ class RemoteStream(io.RawIOBase):
         super().close()
 
 
+@final
+class _LockedStream(RemoteStream):
+    """A stream that is read with h5py's lock, for which other threads wait when they collect garbage of h5py.
+
+    A server in this process is one of them. So none starts to collect meanwhile.
+    """
+
+    def readinto(self, buffer: Any) -> int:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return super().readinto(buffer)
+        finally:
+            if collects:
+                gc.enable()
+
+
 @functools.cache
 def _collect_beside_h5py() -> None:
-    """Keep fsspec's threads from waiting for h5py's lock, which they need to free garbage of h5py.
+    """Keep fsspec's threads from waiting for h5py's lock while they collect, also if they began before a `_LockedStream` read.
 
-    A thread that reads a remote file within HDF5 has the lock and waits for them. So they collect with the lock, or nothing.
+    They collect with the lock; or nothing, if another thread has it, which may wait for them.
     """
     from h5py._objects import phil
 
