@@ -4,7 +4,8 @@ Ranks with equal models and settings have equal texts.
 
 Keras divides a loss with a mask by the number of valid elements, and with `reduction="mean_with_sample_weight"` by the sum of
 weights. A rank only knows its own rows. So in a step, such a loss is multiplied by the rank's mean of the mask or weights
-over the mean of all ranks: the mean over ranks, weighted by rows, is then the loss of the whole batch.
+over the mean of all ranks: the mean over ranks, weighted by rows, is then the loss of the whole batch. So that `Mean` is that
+of whole batches, too, a number that it gets without a weight, as a loss, counts by the rank's rows over the mean of all ranks.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import keras
 import numpy as np
 from keras import ops
 from keras.src.losses import loss as keras_losses
+from keras.src.metrics import reduction_metrics as keras_means
 
 from ..arena.values import checksum
 from ..comm.monitor.abort import is_user_code
@@ -252,6 +254,7 @@ def _pairs(values: Mapping[str, Any], depth: int) -> str:
 
 _described: ContextVar[list[types.FunctionType]] = ContextVar("mpistrat_keras_described")
 _reduce = keras_losses.reduce_weighted_values
+_of_samples = keras_means.reduce_to_samplewise_values
 
 
 class _Sums:
@@ -275,6 +278,7 @@ def over_ranks(link: ModelLink) -> Iterator[None]:
     """Divide losses by sums over the rows of all ranks in a `with` block, collectively."""
     if keras_losses.reduce_weighted_values is _reduce:
         keras_losses.reduce_weighted_values = _reduced
+        keras_means.reduce_to_samplewise_values = _weighted
     token = _sums.set(_Sums(link) if link.meets and link.size > 1 else None)
     try:
         yield
@@ -301,6 +305,32 @@ def _reduced(
         mine = _after(sums.last, mine)
     (sums.last,) = sum_over_ranks(sums.link, [mine], lambda: sums.link.share)
     return loss * ops.cast(ops.divide_no_nan(mine, sums.last), loss.dtype)
+
+
+def _weighted(values: Any, sample_weight: Any, reduce_fn: Any, dtype: Any) -> Any:
+    """Return Keras's values and weights of a metric; in a step, a number that is a mean over rows counts by this rank's rows."""
+    sums = _sums.get()
+    if sums is not None and sample_weight is None and reduce_fn is ops.mean and not ops.shape(values):
+        sample_weight = _rows_here(sums.link)
+    return _of_samples(values, sample_weight, reduce_fn, dtype)
+
+
+def _rows_here(link: ModelLink) -> Any:
+    """Return this rank's rows of the batch over the mean of all ranks, as a number of the backend, read when the step runs."""
+
+    def read() -> Any:
+        return np.array(link.share * link.size, np.float32)
+
+    if keras.backend.backend() == "jax":
+        import jax
+        from jax.experimental import io_callback
+
+        return io_callback(read, jax.ShapeDtypeStruct((), np.float32))
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return tf.ensure_shape(tf.numpy_function(read, [], tf.float32), ())
+    return read()
 
 
 def _after(first: Any, second: Any) -> Any:

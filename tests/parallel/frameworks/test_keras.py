@@ -211,6 +211,45 @@ def test_metrics_are_those_of_all_rows():
             assert history_difference(found, expected) < 1e-6
 
 
+class Tracking(keras.Model):
+    """Tracks a number of each batch, as models with a step of their own do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.tracker = keras.layers.Dense(1, "sigmoid"), keras.metrics.Mean("exponential")
+
+    def call(self, x):
+        return self.layer(x)
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        self.tracker.update_state(keras.ops.mean(keras.ops.exp(y_pred)))
+        return super().compute_metrics(x, y, y_pred, sample_weight)
+
+
+def distance(y, z):
+    return keras.ops.mean(keras.ops.abs(keras.ops.cast(y, z.dtype) - z))  # a number for the batch
+
+
+@pytest.mark.ranks(2, 3)
+def test_numbers_of_batches_count_by_their_rows():
+    """What a function of `metrics`, or a model's own `Mean`, gives for a batch, is the mean of its rows."""
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(31, 8)), rng.integers(0, 2, (31, 1))
+
+    def logs(model):
+        model.compile(optimizer=adam(), loss="mse", metrics=[distance])
+        trained = model.fit(x, y, batch_size=10, epochs=2, validation_data=(x[:23], y[:23]), verbose=0, shuffle=False)
+        return trained.history | model.evaluate(x, y, batch_size=7, verbose=0, return_dict=True)
+
+    keras.utils.set_random_seed(0)
+    expected = logs(Tracking())
+    assert {"exponential", "distance", "val_largest", "val_distance"} <= set(expected)
+    keras.utils.set_random_seed(0)
+    model = Tracking()
+    with put(model):
+        assert history_difference(logs(model), expected) < 1e-6
+
+
 @pytest.mark.ranks(2, 3)
 def test_predict_returns_the_rows_in_order_on_every_rank():
     inputs = keras.Input((8,))
