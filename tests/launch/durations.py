@@ -35,15 +35,19 @@ class Stopwatch:
         self._cache = getattr(config, "cache", None)
         self._elsewhere: dict[str, float] = defaultdict(float)
         self._seconds: dict[str, float] = {}
+        self._skipped: set[str] = set()  # which say nothing about those that run
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item):
         since = time.monotonic()
         result = yield
-        self._seconds[item.nodeid] = round(self._elsewhere.get(item.nodeid, time.monotonic() - since), 3)
+        if item.nodeid not in self._skipped:
+            self._seconds[item.nodeid] = round(self._elsewhere.get(item.nodeid, time.monotonic() - since), 3)
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped:
+            self._skipped.add(report.nodeid)
         if getattr(report, "elsewhere", False):  # by ranks, or by a process beside this one, waited for or not
             self._elsewhere[report.nodeid] += report.duration
 
