@@ -310,7 +310,12 @@ def _reduced(
 def _weighted(values: Any, sample_weight: Any, reduce_fn: Any, dtype: Any) -> Any:
     """Return Keras's values and weights of a metric; in a step, a number that is a mean over rows counts by this rank's rows."""
     sums = _sums.get()
-    if sums is not None and sample_weight is None and reduce_fn is ops.mean and not ops.shape(values):
+    if (
+        sums is not None
+        and sample_weight is None
+        and reduce_fn is ops.mean
+        and len(ops.convert_to_tensor(values).shape) == 0
+    ):
         sample_weight = _rows_here(sums.link)
     return _of_samples(values, sample_weight, reduce_fn, dtype)
 
