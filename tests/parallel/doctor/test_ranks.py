@@ -35,11 +35,15 @@ def doctor_run(result: Result) -> DoctorRun:
 
 def other_version(folder: Path) -> str:
     """A folder to import from, with this package in another version."""
-    (folder / "mpistrat").mkdir()
-    for path in (ROOT / "mpistrat").iterdir():
-        if path.name not in ("_version.py", "__pycache__"):
-            (folder / "mpistrat" / path.name).symlink_to(path)
-    (folder / "mpistrat" / "_version.py").write_text(f'__version__ = "{VERSION}"\n')
+    own = "base/version.py"
+    (folder / "mpistrat/base").mkdir(parents=True)
+    for path in [*(ROOT / "mpistrat").iterdir(), *(ROOT / "mpistrat/base").iterdir()]:
+        name = str(path.relative_to(ROOT / "mpistrat"))
+        if name not in ("base", own) and path.name != "__pycache__":
+            (folder / "mpistrat" / name).symlink_to(path)
+    text = (ROOT / "mpistrat" / own).read_text()
+    assert "0.1.0" in text
+    (folder / "mpistrat" / own).write_text(text.replace("0.1.0", VERSION))
     return str(folder)
 
 
