@@ -41,9 +41,7 @@ def other_version(folder: Path) -> str:
         name = str(path.relative_to(ROOT / "mpistrat"))
         if name not in ("base", own) and path.name != "__pycache__":
             (folder / "mpistrat" / name).symlink_to(path)
-    text = (ROOT / "mpistrat" / own).read_text()
-    assert "0.1.0" in text
-    (folder / "mpistrat" / own).write_text(text.replace("0.1.0", VERSION))
+    (folder / "mpistrat" / own).write_text(f'__version__ = "{VERSION}"\n')
     return str(folder)
 
 

@@ -29,11 +29,6 @@ LEFT_OUT = {
 CORRECT = ["", "accumulation", "", "eagerly", "" if BACKEND == "torch" else "steps"]
 
 
-def recurrent(width):
-    """Layers over words: what JAX takes half a minute to compile is left out under it."""
-    return [layers.GlobalAveragePooling1D()] if BACKEND == "jax" else [layers.GRU(width)]
-
-
 class Program:
     """A classifier of random layers and sizes, by `fit` or a loop over `train_on_batch`, with or without a fault."""
 
@@ -53,7 +48,7 @@ class Program:
         self.inner = [
             lambda: [layers.Dense(width, "relu")],
             lambda: [layers.Reshape((6, 1)), layers.Conv1D(4, 3, activation="gelu"), layers.Flatten()],
-            lambda: [layers.Embedding(20, 6), *recurrent(width)],
+            lambda: [layers.Embedding(20, 6), layers.GRU(width)],
             lambda: [layers.Dense(width, "tanh", kernel_regularizer="l2"), layers.LayerNormalization()],
         ][seed % 4]
 
