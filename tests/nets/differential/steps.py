@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import mpistrat as ms
-from tests.nets.differential.comparing import allowed_part, compare_state, compare_weights
+from tests.nets.differential.comparing import allowed_part, compare_state, compare_weights, own_worlds
 from tests.nets.differential.drawing import choose
 from tests.nets.differential.expected import advance
 from tests.nets.differential.layouts import RANK, SIZE, WORLD
-from tests.nets.differential.reference import BFLOAT16
+from tests.nets.differential.reference import BFLOAT16, ROUNDING
 
 if TYPE_CHECKING:
     from tests.nets.differential.run import Run
@@ -216,15 +216,23 @@ def take_step(run: Run, plan: dict[str, Any], parts: Any, args: Any) -> list[np.
         ]
         margin = 10 * max(abs(e - expected[0]) for e in expected) + 1e-9 * abs(expected[0]) + 1e-12
         margin += 1e-2 * abs(expected[0]) * run.coded
-        if not abs(loss - expected[0]) <= margin + rough_loss(run, expected[0]):
+        if not abs(loss - expected[0]) <= margin + rough_loss(run, abs(expected[0])):
             run.note(f"loss: {loss!r}, expected {expected[0]!r}")
     compare_weights(run, names)
     return parts
 
 
 def rough_loss(run: Run, loss: float) -> float:
-    """Return how far a loss may be away by the rounding of its weights."""
-    return abs(loss) * max(allowed_part(run, name) for name in run.made)
+    """Return how far a loss, half a mean of squares, may be away by the rounding of its weights.
+
+    Errors of weights change it by a part of itself, and near its minimum by their product with the root of the mean of squares.
+    """
+    rounding = sum(
+        ROUNDING[run.case.variables[name]["dtype"]] * np.abs(world.weights[name]).max(initial=0.0)
+        for name in run.made
+        for world in own_worlds(run)[:1]
+    )
+    return loss * max(allowed_part(run, name) for name in run.made) + np.sqrt(2 * loss) * rounding
 
 
 def apply_gradients(
