@@ -398,7 +398,7 @@ def main() -> None:
     ]
     print(harness.table("Rows per second", ["what (library)", "mpistrat", "library alone", "ratio"], rows))
     machine = harness.machine(
-        MPI.COMM_WORLD, ("xarray", "h5netcdf", "zarr", "fsspec", "pyarrow", "webdataset", "tfrecord", "anndata")
+        MPI.COMM_WORLD, ("xarray", "h5netcdf", "zarr", "fsspec", "pyarrow", "webdataset", "tfrecord", "anndata", "isal")
     )
     harness.save(args.output, {"benchmark": "sources_input", "machine": machine, "rows_per_second": figures})
 
