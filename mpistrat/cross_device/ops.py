@@ -111,8 +111,7 @@ class CrossDeviceOps(ABC):
         """Free the algorithm's resources, such as NCCL communicators. Collective; the strategy calls it before it closes."""
         self.plans.clear()
         for other in (self._others or {}).values():
-            if other is not self:
-                other.close()
+            other.close()
 
     @property
     def group(self) -> ProcessGroup:
@@ -560,11 +559,13 @@ class CrossDeviceOps(ABC):
         wanted = options.implementation
         if wanted is None or wanted is CommunicationImplementation.AUTO:
             return self
-        others = self._others = {} if self._others is None else self._others
         kind = CommunicationImplementation(wanted)
+        cls = IMPLEMENTATIONS[kind]
+        if cls is type(self):
+            return self
+        others = self._others = {} if self._others is None else self._others
         if kind not in others:
-            cls = IMPLEMENTATIONS[kind]
-            other = self if cls is type(self) else cls()
+            other = cls()
             other.bind(self.group)
             others[kind] = other
         return others[kind]

@@ -1,6 +1,7 @@
 """What every CrossDeviceOps promises. A new one adds one line to OPS."""
 
 import importlib.util
+import itertools
 import zlib
 
 import numpy as np
@@ -72,7 +73,12 @@ def make(request):
 
 
 # Two layouts on each number of ranks, not all on all.
-LAYOUTS_OF = {1: ("shared", "devices"), 2: ("shared", "private"), 3: ("shared", "nodes"), 4: ("devices", "nodes")}
+LAYOUTS_OF = {
+    1: ("shared", "devices"),
+    2: ("shared", "private"),
+    3: ("shared", "nodes of devices"),
+    4: ("devices", "nodes"),
+}
 
 
 @pytest.fixture(params=[0, 1], ids=["layout0", "layout1"], scope="module")
@@ -442,11 +448,16 @@ def test_a_device_as_destination(ops, group, replicas):
 
 
 def test_options_of_one_call(ops, group, replicas):
-    for implementation in ("MPI", "HIERARCHICAL", "AUTO"):
-        options = CommunicationOptions(implementation=implementation, timeout_seconds=15)
-        for size in (3, 100_000):
-            total = ops.reduce(ReduceOp.SUM, local(group, lambda replica: np.ones(size)), None, options)  # noqa: B023
-            assert (total == replicas).all()
+    """Ranks with one replica cache what ranks with several do anew in each call: both must work in the same memory."""
+    every = [CommunicationOptions(implementation=name, timeout_seconds=15) for name in ("MPI", "HIERARCHICAL", "AUTO")]
+    for options, shape in itertools.product((*every, None), ((), 3, 100_000)):
+        for turn in range(1, 4):
+            values = local(group, lambda replica: np.full(shape, turn, np.float64))  # noqa: B023
+            assert (ops.reduce(ReduceOp.SUM, values, None, options) == turn * replicas).all()
+    for options, turn in itertools.product((*every, None), range(1, 4)):
+        values = local(group, lambda replica: np.full(100, turn, np.float64))  # noqa: B023
+        assert (ops.batch_reduce("MEAN", [(values, None)] * 2, options)[1] == turn).all()
+        assert ops.gather(values, None, 0, options).tolist() == [turn] * 100 * replicas
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])

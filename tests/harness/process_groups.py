@@ -53,13 +53,16 @@ def set_layout(layout, monkeypatch):
 
 
 def make_topology(layout):
-    """One of: "shared" memory of all ranks; "private"; two "nodes" made of one machine; several "devices" on some ranks."""
+    """One of: "shared" memory of all ranks; "private"; two "nodes" made of one machine; several "devices" on some ranks.
+
+    "nodes of devices" has both.
+    """
     from mpi4py import MPI
 
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    if layout == "nodes":
-        return fake_nodes(MPI.COMM_WORLD, nodes_of(size, layout))
-    devices = ["cpu:0", "cpu:1", "cpu:2"][: 2 - rank % 2 if size > 1 else 3] if layout == "devices" else ["cpu:0"]
+    devices = ["cpu:0", "cpu:1", "cpu:2"][: 2 - rank % 2 if size > 1 else 3] if "devices" in layout else ["cpu:0"]
+    if "nodes" in layout:
+        return fake_nodes(MPI.COMM_WORLD, nodes_of(size, layout), devices)
     return Topology.create(devices=devices)
 
 

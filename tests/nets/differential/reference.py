@@ -85,7 +85,7 @@ class Reference:
         rate, updates, t = rate_at(spec["rate"], self.calls), (self.calls + 1) % every == 0, self.iterations() + 1
         gradients = {name: g * factor for name, g in gradients.items()}
         # averages begin with the weights at the first step of any variable that lies beside
-        for name in gradients:
+        for name in (name for name, gradient in gradients.items() if gradient.size):
             beside = [
                 (n, v) for n, v in case.variables.items() if n in weights and v["born"] == case.variables[name]["born"]
             ]
