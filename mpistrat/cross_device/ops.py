@@ -80,7 +80,7 @@ class CrossDeviceOps(ABC):
     sends_ahead: bool = False
 
     _group: ProcessGroup | None = None
-    _others: dict[CommunicationImplementation, CrossDeviceOps] | None = None
+    _others: dict[type[CrossDeviceOps], CrossDeviceOps] | None = None
     #: The current collective call, which the first node barrier of `reduce_implementation` compares.
     call: Any = None
 
@@ -559,16 +559,14 @@ class CrossDeviceOps(ABC):
         wanted = options.implementation
         if wanted is None or wanted is CommunicationImplementation.AUTO:
             return self
-        kind = CommunicationImplementation(wanted)
-        cls = IMPLEMENTATIONS[kind]
+        cls = IMPLEMENTATIONS[CommunicationImplementation(wanted)]
         if cls is type(self):
             return self
         others = self._others = {} if self._others is None else self._others
-        if kind not in others:
-            other = cls()
+        if cls not in others:
+            others[cls] = other = cls()
             other.bind(self.group)
-            others[kind] = other
-        return others[kind]
+        return others[cls]
 
 
 def _said(options: CommunicationOptions) -> tuple[str, ...]:
