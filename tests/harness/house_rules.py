@@ -645,9 +645,10 @@ def option_lines() -> Iterator[tuple[str, str, int]]:
     for title, option in OPTIONS.items():
         for path in files():
             words = {word for word, globs in option.words.items() if _within(path, globs)}
-            if _within(path, option.files):
+            text, types = path.read_text(), option.types.split()
+            if _within(path, option.files) or not any(word.rpartition(".")[2] in text for word in [*words, *types]):
                 continue
-            aliases = _aliases(path, words, set(option.types.split()))
+            aliases = _aliases(path, words, set(types))
             lines = set()
             for node, scope in scoped(path):
                 names, line = _named(node)

@@ -42,7 +42,7 @@ def add_options(group: Any) -> None:
         help="check: pure tests; test: also a pairwise cover of those on ranks; "
         "change: what a change can break beyond `test`; all (default)",
     )  # fmt: skip
-    group.addoption("--longest", type=float, metavar="SECONDS", help="of --tier all: leave out items that take longer")
+    group.addoption("--longest", type=float, metavar="SECONDS", help="leave out items that take longer")
     group.addoption("--chosen", action="store_true", help="what is named was chosen for the tier before")
     group.addoption(
         "--beside", action="store_true", help="run tests without ranks, and those of SLURM, in a second process"
@@ -78,7 +78,7 @@ def choose(config: pytest.Config, items: list[pytest.Item]) -> Choice:
         dropped = [item for item in items if seconds[item.nodeid] > longest]
         kept = [item for item in items if seconds[item.nodeid] <= longest]
         return Choice(kept, dropped, f"left out: {len(dropped)} that take over {longest:g} s" if dropped else "")
-    limit = SLOWEST["check" if tier == "check" else "test"]
+    limit = config.option.longest or SLOWEST["check" if tier == "check" else "test"]
     quick = [item for item in items if seconds[item.nodeid] <= limit]
     chosen = {item.nodeid for item in quick if kinds[item.nodeid] == "pure"}
     if tier != "check":
