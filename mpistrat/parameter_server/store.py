@@ -147,10 +147,9 @@ class ServerStore(OptimizerMemory):
         """Return the updater of an optimizer on this server."""
         if optimizer not in self._updates:
             server = self._connections.server
-            self._updates[optimizer] = (
-                LocalUpdates(optimizer) if server is None else LocalUpdates(optimizer, server.move)
-            )
+            made = LocalUpdates(optimizer) if server is None else LocalUpdates(optimizer, server.move)
             optimizer._core.join(self._strategy)
+            self._updates.setdefault(optimizer, made)  # the program and the service thread may both come
         return self._updates[optimizer]
 
     def number_of(self, optimizer: Optimizer) -> int:
