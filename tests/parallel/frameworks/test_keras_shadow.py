@@ -11,6 +11,7 @@ import numpy as np  # noqa: E402
 import mpistrat as ms  # noqa: E402
 from tests.harness.shadow_programs import STEPS, expect_faults, first_difference, recorded  # noqa: E402
 
+pytestmark = pytest.mark.timeout(240)  # JAX compiles each program on each rank, and eagerly each operation
 BACKEND = keras.backend.backend()
 layers = keras.layers
 
