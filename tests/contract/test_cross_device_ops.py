@@ -460,6 +460,21 @@ def test_options_of_one_call(ops, group, replicas):
         assert ops.gather(values, None, 0, options).tolist() == [turn] * 100 * replicas
 
 
+@pytest.mark.parametrize("shape", [(), 3, 5000, 100_000])
+def test_ranks_that_forgot_a_call_meet_those_that_cached_it(ops, group, replicas, shape):
+    offset = group.topology.replica_offset
+    for turn in range(1, 7):
+        if (group.topology.rank + turn) % 3 == 0:
+            ops.plans.clear()
+        values = local(group, lambda replica: np.full(shape, turn * (replica + 1), np.float64))  # noqa: B023
+        expected = turn * replicas * (replicas + 1) / 2
+        assert (ops.reduce(ReduceOp.SUM, values) == expected).all()
+        if ReduceOp.MAX in ops.reduce_ops:
+            assert (ops.reduce(ReduceOp.MAX, values) == turn * replicas).all()
+        if group.topology.num_local_replicas == 1:
+            assert values.values[0].reshape(-1)[0] == turn * (offset + 1)  # what was given stays
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_arena(ops, group, replicas, dtype):
     size = 200_000
