@@ -243,8 +243,11 @@ class OptimizerCore:
             rate = f"{type(rate).__name__}({numbers_of(rate)})"
         counted = f", counted from {self._counted_from}" if self._counted_from else ""
         self._private_words = self._private_words or private_numbers_of(self.optimizer)
-        words = f"{numbers_of(self.optimizer, without)}{self._private_words}{counted}{self.slots_words}"
-        return f"{type(self.optimizer).__name__}(learning_rate={rate}, {words})"
+        optimizer, patterns = self.optimizer, [pattern.pattern for pattern in self.optimizer._excluded_names]
+        excluded = sorted([variable.name for variable in optimizer._excluded]) + patterns
+        spared = f", without decay of {excluded}" if excluded else ""
+        words = f"{numbers_of(optimizer, without)}{self._private_words}{spared}{counted}{self.slots_words}"
+        return f"{type(optimizer).__name__}(learning_rate={rate}, {words})"
 
     def describe_steps(self) -> None:
         """Update the descriptions of the steps, after the optimizer's numbers have changed."""

@@ -225,6 +225,7 @@ class Optimizer(UpdateRule, metaclass=_Counted):
             raise RuntimeError(explain(function, "", expected=expected, got=got))
         self._excluded.update(v for _, v in each_variable((None, v) for v in var_list or ()))
         self._excluded_names.extend(re.compile(name) for name in var_names or ())
+        self._core.describe_steps()
 
     # steps
 

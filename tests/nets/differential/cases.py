@@ -81,7 +81,7 @@ def tag_case(run: Run) -> None:
 def described(case: Case) -> dict[str, Any]:
     """Return what a reader needs to know of a case that failed."""
     keys = ("rule", "args", "common", "scaled", "rate")
-    shown = ("name", "shape", "dtype", "table", "layout", "optimizer")
+    shown = ("name", "shape", "dtype", "table", "layout", "optimizer", "excluded")
     return {
         "ranks": SIZE, "strategy": case.strategy, "events": case.events, "later": [spec for spec in case.later if spec],
         "optimizers": [{key: spec[key] for key in keys} for spec in case.optimizers],

@@ -93,6 +93,29 @@ def test_adamw_excludes_by_variable_and_name():
         same(strategy, variables, [before[0] - before[0] * 0.25, before[1], before[2]])
 
 
+SETTINGS = {  # what a program does with an optimizer after its constructor, and what is left of a weight after a step
+    "exclude a variable": (lambda optimizer, variables: optimizer.exclude_from_weight_decay([variables[1]]), 1.0),
+    "exclude a name": (lambda optimizer, variables: optimizer.exclude_from_weight_decay(None, ["bi.s"]), 1.0),
+    "weight_decay": (lambda optimizer, variables: setattr(optimizer, "weight_decay", 0.25), 0.875),
+    "learning_rate": (lambda optimizer, variables: setattr(optimizer, "learning_rate", 0.25), 0.875),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_pushes_wait_for_a_server_that_sets_its_optimizer_later(setting):
+    change, left = SETTINGS[setting]
+    with made(**one_worker()) as strategy:
+        variables, optimizer = three_variables(), ms.optimizers.AdamW(0.5, weight_decay=0.5)
+        if not works(strategy):
+            time.sleep(0.3)
+        change(optimizer, variables)
+        before = np.linspace(-1, 1, 6).reshape(3, 2) + 1
+        if works(strategy):
+            for _ in range(2):
+                strategy.run(lambda: optimizer.apply_gradients([(np.zeros((3, 2)), variables[1])]))
+        same(strategy, variables[1:2], [before * left * left])
+
+
 def test_several_optimizers_each_with_its_steps():
     """Two of one kind, in turn and in one step, one of them on the variables of the other, too."""
 
