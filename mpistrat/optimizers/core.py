@@ -238,13 +238,13 @@ class OptimizerCore:
 
     def describe(self, without: Collection[str] = ()) -> str:
         """Return the rule and its numbers as text, which ranks compare, without the named settings."""
+        optimizer = self.optimizer
         rate: Any = self.rate
         if isinstance(rate, LearningRateSchedule) and not is_dataclass(rate):
             rate = f"{type(rate).__name__}({numbers_of(rate)})"
         counted = f", counted from {self._counted_from}" if self._counted_from else ""
-        self._private_words = self._private_words or private_numbers_of(self.optimizer)
-        optimizer, patterns = self.optimizer, [pattern.pattern for pattern in self.optimizer._excluded_names]
-        excluded = sorted([variable.name for variable in optimizer._excluded]) + patterns
+        self._private_words = self._private_words or private_numbers_of(optimizer)
+        excluded = [*sorted(v.name for v in optimizer._excluded), *(p.pattern for p in optimizer._excluded_names)]
         spared = f", without decay of {excluded}" if excluded else ""
         words = f"{numbers_of(optimizer, without)}{self._private_words}{spared}{counted}{self.slots_words}"
         return f"{type(optimizer).__name__}(learning_rate={rate}, {words})"

@@ -223,8 +223,9 @@ class Optimizer(UpdateRule, metaclass=_Counted):
             expected, got = "a call before the first apply_gradients", "a later one"
             function = f"{type(self).__name__}.exclude_from_weight_decay"
             raise RuntimeError(explain(function, "", expected=expected, got=got))
-        self._excluded.update(v for _, v in each_variable((None, v) for v in var_list or ()))
-        self._excluded_names.extend(re.compile(name) for name in var_names or ())
+        # New containers: a server's thread may be reading the old ones.
+        self._excluded = self._excluded.union(v for _, v in each_variable((None, v) for v in var_list or ()))
+        self._excluded_names = [*self._excluded_names, *map(re.compile, var_names or ())]
         self._core.describe_steps()
 
     # steps

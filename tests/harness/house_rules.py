@@ -59,8 +59,13 @@ FRAMEWORKS = {
 
 
 @functools.cache
+def source(path: Path) -> str:
+    return path.read_text()
+
+
+@functools.cache
 def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    return ast.parse(source(path))
 
 
 @functools.cache
@@ -70,6 +75,7 @@ def nodes(path: Path) -> tuple[ast.AST, ...]:
 
 def forget() -> None:
     """Give back the memory of all trees."""
+    source.cache_clear()
     tree.cache_clear()
     nodes.cache_clear()
 
@@ -516,7 +522,7 @@ def code_lines(path: Path) -> frozenset[int]:
     """Return the numbers of a file's lines without blank lines, comments and docstrings."""
     silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     found: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+    for token in tokenize.generate_tokens(io.StringIO(source(path)).readline):
         if token.type not in silent:
             found.update(range(token.start[0], token.end[0] + 1))
     for node in nodes(path):
@@ -645,10 +651,12 @@ def option_lines() -> Iterator[tuple[str, str, int]]:
     for title, option in OPTIONS.items():
         for path in files():
             words = {word for word, globs in option.words.items() if _within(path, globs)}
-            text, types = path.read_text(), option.types.split()
-            if _within(path, option.files) or not any(word.rpartition(".")[2] in text for word in [*words, *types]):
+            types = set(option.types.split())
+            if _within(path, option.files) or not any(
+                word.rpartition(".")[2] in source(path) for word in words | types
+            ):
                 continue
-            aliases = _aliases(path, words, set(types))
+            aliases = _aliases(path, words, types)
             lines = set()
             for node, scope in scoped(path):
                 names, line = _named(node)

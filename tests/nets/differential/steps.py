@@ -227,10 +227,9 @@ def rough_loss(run: Run, loss: float) -> float:
 
     Errors of weights change it by a part of itself, and near its minimum by their product with the root of the mean of squares.
     """
+    weights = own_worlds(run)[0].weights
     rounding = sum(
-        ROUNDING[run.case.variables[name]["dtype"]] * np.abs(world.weights[name]).max(initial=0.0)
-        for name in run.made
-        for world in own_worlds(run)[:1]
+        ROUNDING[run.case.variables[name]["dtype"]] * abs(weights[name]).max(initial=0.0) for name in run.made
     )
     return loss * max(allowed_part(run, name) for name in run.made) + np.sqrt(2 * loss) * rounding
 
